@@ -17,6 +17,7 @@ import pytest
 from kvferry.models.catalog import resolve
 from support.ports import free_port
 from support.processes import AUTH_TOKEN, KvferryProcess, begun, kvferry, until
+from support.sglang_servers import Case
 
 PYTHON = Path(__file__).parents[2] / os.environ.get("VENV_DYNAMO", ".venv-vllm") / "bin" / "python"
 IS_INSTALLED = (PYTHON.parent.parent / ".kvferry-dynamo-installed").is_file()
@@ -217,4 +218,14 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     logprobs = choice.get("logprobs") or {}
     numbers = logprobs.get("token_logprobs") or [one["logprob"] for one in logprobs.get("content") or ()]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
-    return {"text": text, "finish_reason": choice["finish_reason"], "logprobs": numbers}
+    answer = choice.get("token_ids") or text
+    return {"answer": answer, "finish_reason": choice["finish_reason"], "logprobs": numbers}
+
+
+def by_tokens(case: Case) -> Case:
+    """A request with a prompt of token ids, answered with token ids: vLLM's text begins with the prompt where that ends
+    within a character."""
+    prompt = case.body.get("prompt")
+    if not isinstance(prompt, list) or not isinstance(prompt[0], int):
+        return case
+    return Case(case.path, {**case.body, "return_token_ids": True})

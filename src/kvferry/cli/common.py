@@ -152,9 +152,9 @@ def run_engine(
 ) -> int:
     """Run one instance in this process, until SIGINT or SIGTERM; returns the exit code."""
     token = shared_token()
-    in_dynamo = [one for one in instance.register if one.startswith(SCHEME)]
+    in_dynamo = [url for url in instance.register if url.startswith(SCHEME)]
     registrar = make_registrar(
-        [one for one in instance.register if one not in in_dynamo],
+        [url for url in instance.register if url not in in_dynamo],
         role,
         scheme="http" if access.tls_cert is None else "https",
         url=instance.advertise_url,

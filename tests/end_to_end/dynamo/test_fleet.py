@@ -41,6 +41,7 @@ crash_loop = 100
 drain = "30s"
 start = "5m"
 """
+TOKENS = {"return_token_ids": True}
 EVENTS = json.dumps({"publisher": "zmq", "endpoint": "tcp://127.0.0.1:*", "enable_kv_cache_events": True})
 
 
@@ -69,7 +70,7 @@ def until_ready(fleet: Fleet, prefill: int, decode: int) -> None:
 
 def greedy(number: int) -> Case:
     prompt = [5 + (number * 37 + place * 11) % 3000 for place in range(40 + number)]
-    return Case("/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0})
+    return Case("/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0, **TOKENS})
 
 
 def test_a_fleet_of_workers(fleet: Fleet, alone: KvferryProcess) -> None:

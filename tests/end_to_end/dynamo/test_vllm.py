@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.dynamo_workers import Served, shown
+from support.dynamo_workers import Served, by_tokens, shown
 from support.processes import KvferryProcess
 from support.sglang_servers import Case, answers, cases, differences
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.dynamo, pytest.mark.processes, pytest.mark.timeout(150
 
 def asked(count: int, seed: int = 1) -> list[Case]:
     """Without prompts that are echoed with log-probabilities, which vLLM's completions have and Dynamo's have not."""
-    return [one for one in cases(count, seed=seed, longest_words=400) if not one.body.get("echo")]
+    return [by_tokens(one) for one in cases(count, seed=seed, longest_words=400) if not one.body.get("echo")]
 
 
 def compare(served: Served, alone: KvferryProcess, these: list[Case]) -> list[str]:

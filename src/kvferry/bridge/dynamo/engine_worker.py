@@ -23,7 +23,7 @@ from kvferry.core.messages.hand_off import HandOff, Produce, TokenLogprobs, pars
 from kvferry.core.messages.openai import ContextLengthExceeded
 from kvferry.core.request import EngineOutput, Request, are_tokens
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.server.engine_protocol import EngineFront
+from kvferry.engine.server.engine_protocol import EngineClient
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class WorkerRequest(msgspec.Struct):
     prefill_result: _PrefillResult | None = None
 
 
-def engine_request(given: Mapping[str, Any], front: EngineFront, *, prefills: bool) -> Request:
+def engine_request(given: Mapping[str, Any], front: EngineClient, *, prefills: bool) -> Request:
     """The request for kvferry's engine. `prefills`: it is to be handed off. Raises `InvalidRequest`."""
     try:
         asked = msgspec.convert(given, WorkerRequest)
@@ -133,7 +133,7 @@ def _top(one: TokenLogprobs) -> list[dict[str, Any]]:
 class EngineWorker:
     """One engine at one endpoint of Dynamo's. `end_s`: for Dynamo's discovery to forget it at the end."""
 
-    def __init__(self, front: EngineFront, endpoint: DynamoEndpoint, model: str, *, end_s: float = 5.0) -> None:
+    def __init__(self, front: EngineClient, endpoint: DynamoEndpoint, model: str, *, end_s: float = 5.0) -> None:
         self._front, self._endpoint, self._model, self._end_s = front, endpoint, model, end_s
         self._prefills = front.describe().role == "prefill"
 
