@@ -15,7 +15,7 @@ from support.fleets import Fleet, use_state_in
 from support.processes import KvferryProcess, until
 from support.sglang_servers import Case, answers, differences
 
-pytestmark = [pytest.mark.dynamo, pytest.mark.processes, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.dynamo, pytest.mark.full, pytest.mark.processes, pytest.mark.timeout(1500)]
 
 SPEC = """
 name = "dynamos"

@@ -8,7 +8,7 @@ from support.dynamo_workers import Served, by_tokens, shown
 from support.processes import KvferryProcess
 from support.sglang_servers import Case, answers, cases, differences
 
-pytestmark = [pytest.mark.dynamo, pytest.mark.processes, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.dynamo, pytest.mark.full, pytest.mark.processes, pytest.mark.timeout(1500)]
 
 
 def asked(count: int, seed: int = 1) -> list[Case]:
