@@ -88,7 +88,7 @@ COSTS = (
     ),
     Cost(
         "Blocks that go to host memory get a piece of pinned memory each, one allocation a block.",
-        "connectors/kv_store/blocks.py, _Pinned",
+        "connectors/kv_store/blocks.py, _PinnedBlocks",
         _ratio("out, 64 KiB a layer", "a contiguous copy"),
     ),
 )

@@ -38,7 +38,7 @@ FOREIGN = {
     "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
     # of pip, docker, git, kubectl, helm, ray, compilers and Python's own tools
     "--param", "--no-deps", "--shm-size", "--editable", "--index-url", "--version", "--cacert",
-    "--from-literal", "--namespace", "--raw",
+    "--from-literal", "--namespace", "--raw", "--replicas",
     "--head",
     # of programs of this repository with a parser of their own (`python -m …`, scripts, benchmarks)
     "--set", "--tokenizer", "--no-tokenizer", "--max-shard-size",

@@ -40,7 +40,7 @@ STARTS_NOTHING: frozenset[Command] = frozenset(
         *(("fleet", name) for name in ("list", "add", "drain", "remove", "role")),
         *(("fleet", name) for name in ("status", "scale", "roll", "rollback", "pause", "resume", "delete", "control")),
         *(("cache", name) for name in ("simulate", "ls", "rm", "import", "stat", "verify", "pin", "unpin", "export")),
-        *((name,) for name in ("simulate", "plan", "why")),
+        *((name,) for name in ("simulate", "plan", "why", "top")),
     }
 )
 """Commands that start no server, or one whose settings a ledger has."""

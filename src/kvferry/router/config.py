@@ -217,6 +217,10 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.dynamo_python is not None and not self.dynamo_python.is_file():
+            raise ConfigError(
+                f"--dynamo-python {self.dynamo_python} is no program: there is no file, or a folder or pipe"
+            )
         if len(self.bootstrap_port) > len(self.prefill_url):
             raise ConfigError(
                 f"--bootstrap-port is given {len(self.bootstrap_port)} times for"

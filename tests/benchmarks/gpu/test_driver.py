@@ -78,7 +78,7 @@ words = np.frombuffer(segment.buffer, np.uint8)
 words[:] = np.arange(len(words)) % 251
 memory = BlockMemory.dense(layout, 8, segment.address, device="cuda:0")
 blocks = DeviceBlocks(memory, None, allocate=lambda num_bytes: memoryview(bytearray(num_bytes)))
-found = blocks.copying([5, 2]).end()
+found = blocks.begin_copy([5, 2]).end()
 for block_id, views in zip([5, 2], found):
     for layer, view in enumerate(views):
         [(offset, length)] = memory.spans(layer, [block_id])

@@ -46,7 +46,7 @@ def test_a_hand_off_through_the_store(make: Make, tmp_path: Path) -> None:
 
 def test_a_hand_off_is_announced_when_every_rank_has_written(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = make(), make(timeout_s=0.3)
-    monkeypatch.setattr(producer.workers[1]._writer, "then", lambda call, **limit: None)
+    monkeypatch.setattr(producer.workers[1]._writer, "submit", lambda call, **limit: None)
     monkeypatch.setattr(producer.workers[1]._writer, "put", lambda block: False)
     prefill = producer.run(FakeRequest("prefill", PROMPT, Produce("t")))
     until_written(producer)

@@ -596,9 +596,12 @@ def test_other_layouts_and_other_prompts_are_refused(make_engine: MakeEngine) ->
     assert isinstance(decode.error, LayoutMismatch)
     assert decode.error.field == "model_fingerprint"
     consumer = make_engine("P2pConnector", "kv_consumer")
-    shorter = consumer.run(consumed(PROMPT[:9], early_ticket(producer)))
+    unread = make_engine("P2pConnector", "kv_producer")  # the first hand-off was released by who could not read it
+    unread.run(produced(PROMPT))
+    shorter = consumer.run(consumed(PROMPT[:9], early_ticket(unread)))
     assert isinstance(shorter.error, ProtocolError)
     producer.run_until(lambda: not producer.held)
+    unread.run_until(lambda: not unread.held)
 
 
 # Two processes.

@@ -19,8 +19,10 @@ from textual.widgets import DataTable, Footer, Static
 from kvferry.cli.fleet.command import RouterAddress
 from kvferry.cli.watch.follow import candidates, events, find
 from kvferry.cli.watch.state import WatchedState
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.process_exit import run_async
+from kvferry.http.tls import client_context
 
 COLUMNS = ("Role", "Instance", "State", "Running", "Waiting", "KV", "Held", "Engine")
 _AGAIN_S = 2.0
@@ -44,6 +46,8 @@ def top(
 
     q ends it; s sorts by another column. An instance that has far more requests than others of its role is marked.
     """
+    if tls_ca is not None:
+        client_context(tls_ca)
     address = RouterAddress(router=url or run_async(find(candidates())), admin_key=admin_key, tls_ca=tls_ca)
     if json:
         sys.stdout.write(run_async(once(address)))
@@ -118,7 +122,7 @@ class Top(App[None]):
                 return
             except KvferryError as loss:
                 error = str(loss)
-            self._lost = self._lost or f"lost since {datetime.now().astimezone():%H:%M:%S}: {error}"
+            self._lost = self._lost or f"lost since {time_of_day(SYSTEM_CLOCK.wall())}: {error}"
             self.show()
             await asyncio.sleep(_AGAIN_S)
 
@@ -160,9 +164,14 @@ def figures_text(url: str, state: WatchedState, lost: str) -> str:
     return "\n".join(lines)
 
 
+def time_of_day(at: float) -> str:
+    """A time, in seconds since the epoch, as hours, minutes and seconds here."""
+    return f"{datetime.fromtimestamp(at).astimezone():%H:%M:%S}"
+
+
 def event_text(event: dict[str, Any]) -> str:
     """One line of what happened."""
-    return f"{datetime.fromtimestamp(event['at']).astimezone():%H:%M:%S} {escape(event['text'])}"
+    return f"{time_of_day(event['at'])} {escape(event['text'])}"
 
 
 def instance_row(instance: dict[str, Any], busiest: set[str]) -> tuple[str, ...]:
