@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Iterable
 from kvferry.cli.fleet.command import RouterAddress
 from kvferry.core.errors import ConfigError, KvferryError, ProtocolError, TransferError
 from kvferry.core.keys import http_secret
+from kvferry.dashboard.routes import FEED_PATH
 from kvferry.fleet.places import fleet_names, ledger_of
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.http.client.signed_client import SignedClient
 from kvferry.http.tls import client_context
 
-FEED_PATH = "/kvferry/page/feed"
 PORTS = range(8000, 8016)
 """Ports of this machine on which a router is looked for."""
 _MAX_EVENT = 16 * 2**20
