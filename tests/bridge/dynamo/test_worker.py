@@ -15,6 +15,7 @@ from kvferry.bridge.dynamo.card import ModelCard
 from kvferry.bridge.dynamo.model import ModelFiles
 from kvferry.bridge.dynamo.runtime import WorkerLost
 from kvferry.bridge.dynamo.worker import DynamoWorker
+from kvferry.bridge.dynamo.worker_link import WorkerDeadlines
 from kvferry.core.errors import HandOffFailed, InvalidRequest
 from kvferry.core.messages.dynamo import DynamoEndpoint
 from kvferry.core.messages.hand_off import Consume, HandOff, Produce, Ticket, parse_hand_off
@@ -65,7 +66,7 @@ def worker_of(answer: Answer, role: str = "decode", **options: Any) -> tuple[Dyn
     card = ModelCard(display_name="m", source_path="/m", worker_type=role, kv_cache_block_size=32, digest="abc")
     model = ModelFiles(SimpleNamespace(), 100, 4096, frozenset({EOS}), {})
     client = FakeClient(answer)
-    return DynamoWorker(client, 7, card, model, probe_s=0.01, **options), client  # type: ignore[arg-type]
+    return DynamoWorker(client, 7, card, model, deadlines=WorkerDeadlines(probe_s=0.01), **options), client  # type: ignore[arg-type]
 
 
 def asked(hand_off: HandOff = None, **sampling: Any) -> Request:

@@ -20,6 +20,7 @@ from support.processes import KvferryProcess, is_running, until
 pytestmark = [pytest.mark.dynamo, pytest.mark.processes, pytest.mark.timeout(300)]
 
 PROMPT = list(range(10, 200))
+EVENTS = "kvferry_router_kv_events_total"
 LIMITS = ("--health-interval-s=0.3", "--health-timeout-s=2", "--disaggregate-from=0")
 
 
@@ -65,6 +66,14 @@ def test_requests_are_handed_off_one_after_the_other(mocked: Mocked) -> None:
     decision = mocked.router.get("/kvferry/decisions?limit=1").json()["decisions"][0]
     assert decision["reason"] == "split"
     assert decision["timings"]["prefill"]["prefill_done"] <= decision["timings"]["decode_sent"] + 0.1
+
+
+def test_what_workers_publish_about_their_caches_is_followed(mocked: Mocked) -> None:
+    """On Dynamo's event plane, which is ZeroMQ here. Mockers for decode publish nothing."""
+    before = mocked.router.metric(EVENTS, role="prefill")
+    for number in range(4):
+        mocked.complete(prompt=[number + 3, *PROMPT])
+    until(lambda: mocked.router.metric(EVENTS, role="prefill") >= before + 4, 20, lambda: mocked.router.log)
 
 
 def test_texts_chats_choices_and_streams(mocked: Mocked) -> None:

@@ -1,28 +1,21 @@
 """The card that a worker of Dynamo's registers: which model it serves, and how much of it.
 
-Dynamo's runtime for Python finds workers, but does not show their cards, so they are read where its discovery keeps
-them: in the files of `file`, or in etcd through its HTTP gateway. With `kubernetes`, the endpoint's `model` is used.
-As of Dynamo 1.7.0.dev20261026.
+With Dynamo's discovery by `kubernetes`, the endpoint's `model` is used instead. As of Dynamo 1.7.0.dev20261026.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import tempfile
-import urllib.request
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvferry.bridge.dynamo.discovery_rows import read_rows
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.dynamo import DynamoEndpoint
 
-_CARDS = "v1/mdc"
-_LARGEST_BYTES = 16 * 2**20
-"""Longest card, and longest answer of etcd, that is read."""
+_CARDS = "mdc"
 
 
 class Runtime(msgspec.Struct, frozen=True):
@@ -47,40 +40,17 @@ class ModelCard(msgspec.Struct, frozen=True):
     """Digest of the checksums of configuration, tokenizer and templates, which the card has."""
 
 
-class _Row(msgspec.Struct):
-    namespace: str
-    component: str
-    endpoint: str
-    instance_id: int
-    card_json: msgspec.Raw
-
-
-class _Pair(msgspec.Struct):
-    value: str
-
-
-class _Range(msgspec.Struct):
-    kvs: list[_Pair] = []
-
-
 def read_card(
     endpoint: DynamoEndpoint, instance_id: int, environment: Mapping[str, str], timeout_s: float
 ) -> ModelCard:
     """The card of a worker. Blocks. Raises `ConfigError` if it cannot be had, and none is needed if the endpoint names
     the model."""
     backend = environment.get("DYN_DISCOVERY_BACKEND", "etcd")
+    path = (endpoint.namespace, endpoint.component, endpoint.endpoint)
     try:
-        match backend:
-            case "file":
-                rows = _in_files(environment)
-            case "etcd":
-                rows = _in_etcd(endpoint, environment, timeout_s)
-            case _:
-                rows = iter(())
-        for row in rows:
-            named = (row.namespace, row.component, row.endpoint, row.instance_id)
-            if named == (endpoint.namespace, endpoint.component, endpoint.endpoint, instance_id):
-                return parse_card(bytes(row.card_json))
+        for row in read_rows(_CARDS, environment, path="/".join(path) + "/", timeout_s=timeout_s):
+            if tuple(map(row.get, ("namespace", "component", "endpoint", "instance_id"))) == (*path, instance_id):
+                return parse_card(msgspec.json.encode(row.get("card_json")))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
         if not endpoint.model:
             raise ConfigError(
@@ -109,27 +79,3 @@ def _checksums(value: Any) -> Iterator[str]:
                 yield str(inner)
             else:
                 yield from _checksums(inner)
-
-
-def _in_files(environment: Mapping[str, str]) -> Iterator[_Row]:
-    folder = Path(environment.get("DYN_FILE_KV") or Path(tempfile.gettempdir()) / "dynamo_store_kv") / _CARDS
-    for path in sorted(folder.iterdir()):
-        try:
-            with path.open("rb") as file:
-                yield msgspec.json.decode(file.read(_LARGEST_BYTES), type=_Row)
-        except (FileNotFoundError, msgspec.MsgspecError):  # it went meanwhile, or is being written
-            continue
-
-
-def _in_etcd(endpoint: DynamoEndpoint, environment: Mapping[str, str], timeout_s: float) -> Iterator[_Row]:
-    server = (environment.get("ETCD_ENDPOINTS") or "http://localhost:2379").partition(",")[0].rstrip("/")
-    if not server.startswith(("http://", "https://")):
-        raise ValueError(f"ETCD_ENDPOINTS names {server!r}, which is no http:// address")
-    prefix = f"{_CARDS}/{endpoint.namespace}/{endpoint.component}/{endpoint.endpoint}/".encode()
-    behind = prefix[:-1] + bytes([prefix[-1] + 1])
-    query = {"key": base64.b64encode(prefix).decode(), "range_end": base64.b64encode(behind).decode()}
-    request = urllib.request.Request(f"{server}/v3/kv/range", data=msgspec.json.encode(query), method="POST")
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        found = msgspec.json.decode(answer.read(_LARGEST_BYTES), type=_Range)
-    for pair in found.kvs:
-        yield msgspec.json.decode(base64.b64decode(pair.value), type=_Row)

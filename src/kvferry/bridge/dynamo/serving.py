@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable, Callable
 
 from kvferry.bridge.dynamo.card import ModelCard, read_card
+from kvferry.bridge.dynamo.event_relay import EventRelay, KVEvents, PublishedEvents, TokenBlocks
 from kvferry.bridge.dynamo.model import ModelFiles
 from kvferry.bridge.dynamo.runtime import WorkerClient
 from kvferry.bridge.dynamo.worker import DynamoWorker
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import KvferryError
 from kvferry.core.keys import http_secret, shared_token
 from kvferry.core.messages.instance_facts import EventsAddress
 from kvferry.engine.server.app import build_app
 from kvferry.engine.server.config import ServerConfig
 from kvferry.http.server.http_server import HttpServer
+
+log = logging.getLogger(__name__)
 
 Listening = Callable[[DynamoWorker, str, int], object]
 """Called with the worker, and host and port of its server, once requests are answered."""
@@ -31,7 +37,21 @@ async def open_worker(
     """The worker, from its card and the files of its model. `card_s`: for the store of cards to answer. Raises
     `ConfigError`."""
     card = await asyncio.to_thread(read_card, client.endpoint, worker_id, os.environ, card_s)
-    return DynamoWorker(client, worker_id, card, await read_model(card), token=shared_token(), kv_events=kv_events)
+    model = await read_model(card)
+    events = PublishedEvents(kv_events) if kv_events is not None else _events_of(client, worker_id, card)
+    return DynamoWorker(client, worker_id, card, model, token=shared_token(), kv_events=events)
+
+
+def _events_of(client: WorkerClient, worker_id: int, card: ModelCard) -> KVEvents:
+    """What the worker publishes on Dynamo's event plane, if that is ZeroMQ."""
+    if os.environ.get("DYN_EVENT_PLANE") != "zmq" or not card.kv_cache_block_size:
+        return PublishedEvents()
+    try:
+        blocks = TokenBlocks(card.kv_cache_block_size)
+        return EventRelay(client.endpoint, worker_id, blocks, os.environ, SYSTEM_CLOCK)
+    except KvferryError as error:
+        log.warning("KV events of worker %x are not followed: %s", worker_id, error)
+        return PublishedEvents()
 
 
 async def serve_worker(
@@ -48,13 +68,16 @@ async def serve_worker(
     running answers at the end. Raises `ConfigError` if the address cannot be listened on."""
     config = ServerConfig(host=host, port=port, secret=http_secret(), shutdown_grace_s=grace_s)
     server = build_app(worker, config).server()
+    relaying = asyncio.create_task(worker.kv_events.run())
     serving = asyncio.create_task(server.run(lambda host, port: on_listening(worker, host, port)))
     try:
         while is_there() and not serving.done():
             await asyncio.wait([serving], timeout=look_s)
     finally:
         worker.leave()
+        relaying.cancel()
         await _stop(server, serving)
+        await asyncio.gather(relaying, return_exceptions=True)
         await worker.close()
 
 

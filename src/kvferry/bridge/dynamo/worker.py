@@ -6,23 +6,22 @@ tickets have, the `disaggregated_params` that a prefill worker answered with; th
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine
-from contextlib import aclosing, suppress
-from typing import Any
-
-import msgspec
+from collections.abc import AsyncIterator, Collection
+from contextlib import aclosing
+from typing import Any, Literal
 
 from kvferry.bridge.dynamo.card import ModelCard
-from kvferry.bridge.dynamo.messages import WorkerOutput, read_output, worker_request
+from kvferry.bridge.dynamo.event_relay import NO_EVENTS, KVEvents
+from kvferry.bridge.dynamo.messages import WorkerOutput, worker_request
 from kvferry.bridge.dynamo.model import ModelFiles
 from kvferry.bridge.dynamo.runtime import WorkerClient, WorkerLost
+from kvferry.bridge.dynamo.worker_link import DEFAULT_DEADLINES, WorkerDeadlines, WorkerLink
 from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import HandOffFailed, InvalidRequest, RequestError
-from kvferry.core.messages.dynamo import CONNECTOR
+from kvferry.core.messages.dynamo import CONNECTOR, DynamoEndpoint
 from kvferry.core.messages.hand_off import (
     OTHER_PROMPT,
     Consume,
@@ -32,7 +31,7 @@ from kvferry.core.messages.hand_off import (
     Ticket,
     prefix_digests,
 )
-from kvferry.core.messages.instance_facts import EventsAddress, InstanceFacts, TicketKinds
+from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
 from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.core.request import EngineOutput, Request
@@ -46,16 +45,11 @@ log = logging.getLogger(__name__)
 
 _ALONE = "x-bypass-remote-prefill"
 """Dynamo's annotation with which a decode worker computes a prompt itself."""
-_PROBE = "_HEALTH_CHECK"
-"""Marks Dynamo's own health checks: a prefill worker keeps no KV for them."""
 _ONE_TOKEN = Request(request_id="", prompt_token_ids=[0], sampling=SamplingParams(max_tokens=1, temperature=0.0))
-_MAX_AT_ONCE = 64
-"""Most abandoned hand-offs, and probes, under way; further hand-offs are left to their leases."""
 
 
 class DynamoWorker:
-    """An `EngineClient`. `accept_s`, `silence_s`: as in `WorkerClient.call`; `probe_s`: between two probes of a worker
-    that was lost; `lease_s`: how long its tickets are good for; `last_s`: for an answer to end after its last piece."""
+    """An `EngineClient`. `lease_s`: how long its tickets are valid."""
 
     def __init__(
         self,
@@ -65,38 +59,37 @@ class DynamoWorker:
         model: ModelFiles,
         *,
         token: str = "",
-        kv_events: EventsAddress | None = None,
+        kv_events: KVEvents = NO_EVENTS,
         clock: Clock = SYSTEM_CLOCK,
-        accept_s: float = 5.0,
-        silence_s: float = 600.0,
-        probe_s: float = 1.0,
         lease_s: float = 480.0,
-        last_s: float = 0.2,
+        deadlines: WorkerDeadlines = DEFAULT_DEADLINES,
     ) -> None:
-        self._client, self._id, self._card, self._clock = client, worker_id, card, clock
-        self._accept_s, self._silence_s, self._probe_s, self._lease_s = accept_s, silence_s, probe_s, lease_s
-        self._last_s, self._kv_events = last_s, kv_events
+        self._card, self._role = card, _role_of(card, client.endpoint)
+        self.kv_events, self._clock, self._lease_s = kv_events, clock, lease_s
         self._sealer = TicketSealer(token, clock)
-        self._process = f"{client.endpoint.path}.{worker_id:x}"
-        self._is_gone = self._is_lost = False
-        self._num_running = self._num_pieces = 0
-        self._tasks = set[asyncio.Task[None]]()
-        self.engine_id = f"{self._process}.{entropy.token_hex(8)}"
+        self._num_running = 0
         self.model_names = (card.display_name,)
         context = card.context_length or card.runtime_config.context_length or card.architectural_max_context_length
         self.max_model_len = min(context or model.max_position, model.max_position)
         self.vocab_size, self.tokenizer = model.vocab_size, model.tokenizer
         self.eos_token_ids, self.default_sampling = model.eos_token_ids, model.default_sampling
-        self.model_identity = f"dynamo:{card.digest or card.source_path}"
+        one_token = {**self._message(_ONE_TOKEN), "annotations": [_ALONE]}
+        self._link = WorkerLink(client, worker_id, model.vocab_size, one_token, deadlines)
+        self.engine_id = f"{self._link.name}.{entropy.token_hex(8)}"
+
+    @property
+    def model_identity(self) -> str:
+        """Digest of the model's card."""
+        return f"dynamo:{self._card.digest or self._card.source_path}"
 
     @property
     def healthy(self) -> bool:
-        """Whether Dynamo's discovery has it, and it has answered a probe since it was lost."""
-        return not self._is_gone and not self._is_lost
+        """True if the worker takes requests."""
+        return self._link.healthy
 
     def leave(self) -> None:
-        """Note that Dynamo's discovery does not have it any more."""
-        self._is_gone = True
+        """Record that Dynamo's discovery no longer has the worker."""
+        self._link.leave()
 
     def describe(self) -> InstanceFacts:
         """What a router should know of it."""
@@ -115,20 +108,11 @@ class DynamoWorker:
             layout=self.model_identity,
             num_kv_tokens=(card.runtime_config.total_kv_blocks or 0) * block_size,
             block_size=block_size,
-            kv_events=self._kv_events,
+            kv_events=self.kv_events.address,
             max_model_len=self.max_model_len,
             max_num_seqs=card.runtime_config.max_num_seqs or 0,
             model_names=list(self.model_names),
         )
-
-    @property
-    def _role(self) -> Any:
-        match self._card.worker_type:
-            case "prefill" | "decode" as role:
-                return role
-            case None:
-                return self._client.endpoint.role
-        return "both"
 
     def continues(self, sampling: SamplingParams, *, is_seeded: bool) -> bool:
         """An answer goes on elsewhere from its tokens, as a longer prompt. So it must not depend on how many of them
@@ -140,8 +124,9 @@ class DynamoWorker:
 
     async def generate(self, request: Request) -> AsyncIterator[EngineOutput]:
         """Serve a request. Raises `RequestError`."""
-        message = worker_request(request, self.model_names[0], self.eos_token_ids)
+        message = self._message(request)
         cached = self._add_hand_off(request, message)
+        self.kv_events.sent(message["token_ids"])
         self._num_running += 1
         try:
             if isinstance(request.hand_off, Produce):
@@ -151,6 +136,9 @@ class DynamoWorker:
                 yield output
         finally:
             self._num_running -= 1
+
+    def _message(self, request: Request) -> dict[str, Any]:
+        return worker_request(request, self.model_names[0], self.eos_token_ids)
 
     def _add_hand_off(self, request: Request, message: dict[str, Any]) -> int:
         """Add to the message what the worker needs of the hand-off; returns how many tokens P had cached."""
@@ -186,13 +174,13 @@ class DynamoWorker:
         request.timeline.stamp("prefill_started", self._clock.wall())
         params: Any = None
         tokens, num_cached, finished = list[int](), 0, None
-        async for output in self._pieces(message):
+        async for output in self._link.pieces(message):
             tokens += output.token_ids
             params = output.disaggregated_params if output.disaggregated_params is not None else params
             num_cached = output.num_cached_tokens or num_cached
             finished = output.finished or finished
         if not tokens or finished == "error":
-            raise WorkerLost(f"{self._process} ended a prefill without a token")
+            raise WorkerLost(f"{self._link.name} ended a prefill without a token")
         request.timeline.stamp("prefill_done", self._clock.wall())
         ticket = self._ticket(request, hand_off, params, tokens[0], num_cached) if params is not None else None
         return EngineOutput(
@@ -227,7 +215,7 @@ class DynamoWorker:
         timeline, ends = request.timeline, self._ends_of(request.sampling)
         timeline.stamp("decode_queued", self._clock.wall())
         held: EngineOutput | None = None
-        async with aclosing(self._pieces(message)) as pieces:
+        async with aclosing(self._link.pieces(message)) as pieces:
             async for piece in pieces:
                 if piece.num_cached_tokens is not None and request.hand_off is None:
                     num_cached = piece.num_cached_tokens
@@ -243,47 +231,14 @@ class DynamoWorker:
                     held = output  # a token that ends the answer, the reason for which comes with the next piece
                     continue
                 if output.finish_reason is not None:
-                    await _drain(pieces, self._last_s)
+                    await self._link.drain(pieces)
                     yield output
                     return
                 yield output
-        raise WorkerLost(f"{self._process} ended an answer in the middle")
+        raise WorkerLost(f"{self._link.name} ended an answer in the middle")
 
     def _ends_of(self, sampling: SamplingParams) -> Collection[int]:
         return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
-
-    async def _pieces(self, message: dict[str, Any]) -> AsyncGenerator[WorkerOutput]:
-        """The worker's answer. Raises `RequestError`."""
-        calling = self._client.call(self._id, message, accept_s=self._accept_s, silence_s=self._silence_s)
-        try:
-            async with aclosing(calling) as pieces:
-                async for data in pieces:
-                    self._num_pieces += 1
-                    yield read_output(data, self.vocab_size)
-        except WorkerLost:
-            self._lose()
-            raise
-        except msgspec.ValidationError as error:
-            raise WorkerLost(f"what {self._process} answers is not understood: {error}") from error
-
-    def _lose(self) -> None:
-        """Count as not healthy until a probe is answered."""
-        if not self._is_lost:
-            self._is_lost = True
-            self._begin(self._probe())
-
-    async def _probe(self) -> None:
-        while self._is_lost and not self._is_gone:
-            await asyncio.sleep(self._probe_s)
-            message = worker_request(_ONE_TOKEN, self.model_names[0], self.eos_token_ids)
-            message |= {_PROBE: True, "annotations": [_ALONE]}
-            calling = self._client.call(self._id, message, accept_s=self._accept_s, silence_s=self._accept_s)
-            try:
-                async with aclosing(calling) as pieces:
-                    async for _ in pieces:
-                        self._is_lost = False
-            except RequestError as error:
-                log.info("%s is still lost: %s", self._process, error)
 
     # What else a server asks of an engine.
 
@@ -295,15 +250,15 @@ class DynamoWorker:
         """A request was refused before `generate`: have the worker take the KV that its ticket names, and drop it, as P
         holds it until then. Returns at once."""
         if isinstance(hand_off, Consume) and hand_off.ticket.disaggregated_params and self._role != "prefill":
-            self._begin(self._abandon(hand_off.ticket))
+            self._link.run_in_background(self._abandon(hand_off.ticket))
 
     async def _abandon(self, ticket: Ticket) -> None:
         if self._sealer.refusal(ticket, connects=False) is not None:
             return
-        message = worker_request(_ONE_TOKEN, self.model_names[0], self.eos_token_ids)
+        message = self._message(_ONE_TOKEN)
         message["prefill_result"] = _prefill_result(ticket, 0)
         try:
-            async with aclosing(self._pieces(message)) as pieces:
+            async with aclosing(self._link.pieces(message)) as pieces:
                 async for _ in pieces:
                     pass
         except RequestError as error:
@@ -321,34 +276,24 @@ class DynamoWorker:
             scheduler=SchedulerStatistics(num_running=self._num_running),
             external=ExternalKVStatistics(),
             blocks=BlockPoolStatistics(num_blocks=num_blocks, num_free=num_blocks),
-            num_steps=self._num_pieces,
+            num_steps=self._link.num_pieces,
         )
 
     async def check(self) -> None:
         """Nothing is held here."""
 
     async def close(self) -> None:
-        """End what runs in the background."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run it in the background, unless too much runs there."""
-        if len(self._tasks) >= _MAX_AT_ONCE:
-            work.close()
-            return
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        """End the background tasks."""
+        await self._link.close()
 
 
-async def _drain(pieces: AsyncGenerator[WorkerOutput], within_s: float) -> None:
-    """Let an answer that is complete come to its end: a worker would count it as cancelled otherwise."""
-    with suppress(TimeoutError, RequestError):
-        async with asyncio.timeout(within_s):
-            async for _ in pieces:
-                pass
+def _role_of(card: ModelCard, endpoint: DynamoEndpoint) -> Literal["prefill", "decode", "both"]:
+    match card.worker_type:
+        case "prefill" | "decode" as role:
+            return role
+        case None:
+            return endpoint.role
+    return "both"
 
 
 def _prefill_result(ticket: Ticket, num_cached: int) -> dict[str, Any]:

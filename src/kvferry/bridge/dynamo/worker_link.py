@@ -1,0 +1,125 @@
+"""The link to one of Dynamo's workers: its calls, its health, and the tasks that run for it in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvferry.bridge.dynamo.messages import WorkerOutput, read_output
+from kvferry.bridge.dynamo.runtime import WorkerClient, WorkerLost
+from kvferry.core.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+_PROBE = "_HEALTH_CHECK"
+"""Marks Dynamo's own health checks: a prefill worker keeps no KV for them."""
+_MAX_TASKS = 64
+"""Most background tasks at once; further ones are dropped."""
+
+
+@dataclass(frozen=True)
+class WorkerDeadlines:
+    """`accept_s`, `silence_s`: as in `WorkerClient.call`; `probe_s`: between two probes of a lost worker; `last_s`: for
+    an answer to end after its last piece."""
+
+    accept_s: float = 5.0
+    silence_s: float = 600.0
+    probe_s: float = 1.0
+    last_s: float = 0.2
+
+
+DEFAULT_DEADLINES = WorkerDeadlines()
+
+
+class WorkerLink:
+    """Owns the health of one worker. A worker that does not answer a call is lost until it answers a probe."""
+
+    def __init__(
+        self,
+        client: WorkerClient,
+        worker_id: int,
+        vocab_size: int,
+        one_token: Mapping[str, Any],
+        deadlines: WorkerDeadlines,
+    ) -> None:
+        """`one_token`: a request for a single token that needs no other worker, with which the worker is probed."""
+        self._client, self._id, self._vocab_size, self._deadlines = client, worker_id, vocab_size, deadlines
+        self._one_token = one_token
+        self._is_gone = self._is_lost = False
+        self._tasks = set[asyncio.Task[None]]()
+        self.num_pieces = 0
+
+    @property
+    def name(self) -> str:
+        """The worker as Dynamo's discovery names it."""
+        return f"{self._client.endpoint.path}.{self._id:x}"
+
+    @property
+    def healthy(self) -> bool:
+        """True if Dynamo's discovery has the worker, and it has answered a probe since it was lost."""
+        return not self._is_gone and not self._is_lost
+
+    def leave(self) -> None:
+        """Record that Dynamo's discovery no longer has the worker."""
+        self._is_gone = True
+
+    async def pieces(self, message: dict[str, Any]) -> AsyncGenerator[WorkerOutput]:
+        """The worker's answer. Raises `RequestError`."""
+        limits = self._deadlines
+        calling = self._client.call(self._id, message, accept_s=limits.accept_s, silence_s=limits.silence_s)
+        try:
+            async with aclosing(calling) as pieces:
+                async for data in pieces:
+                    self.num_pieces += 1
+                    yield read_output(data, self._vocab_size)
+        except WorkerLost:
+            self._mark_lost()
+            raise
+        except msgspec.ValidationError as error:
+            raise WorkerLost(f"the answer of {self.name} cannot be read: {error}") from error
+
+    async def drain(self, pieces: AsyncGenerator[WorkerOutput]) -> None:
+        """Let a complete answer come to its end: the worker would count it as cancelled otherwise."""
+        with suppress(TimeoutError, RequestError):
+            async with asyncio.timeout(self._deadlines.last_s):
+                async for _ in pieces:
+                    pass
+
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task, unless too many run."""
+        if len(self._tasks) >= _MAX_TASKS:
+            work.close()
+            return
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Cancel the background tasks."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _mark_lost(self) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self.run_in_background(self._probe())
+
+    async def _probe(self) -> None:
+        limits = self._deadlines
+        while self._is_lost and not self._is_gone:
+            await asyncio.sleep(limits.probe_s)
+            message = {**self._one_token, _PROBE: True}
+            calling = self._client.call(self._id, message, accept_s=limits.accept_s, silence_s=limits.accept_s)
+            try:
+                async with aclosing(calling) as pieces:
+                    async for _ in pieces:
+                        self._is_lost = False
+            except RequestError as error:
+                log.info("%s is still lost: %s", self.name, error)
