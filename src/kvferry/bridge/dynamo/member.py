@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 import msgspec
 import uvloop
 
 from kvferry.bridge.dynamo.card import ModelCard
+from kvferry.bridge.dynamo.discovery_folder import discovery_folder
 from kvferry.bridge.dynamo.model import ModelFiles, read_model
 from kvferry.bridge.dynamo.runtime import DynamoRuntime, WorkerClient
 from kvferry.bridge.dynamo.serving import open_worker, serve_worker
@@ -180,7 +180,7 @@ async def _read_model(card: ModelCard) -> ModelFiles:
 def main() -> None:
     """Run the member; leaves with 2 for what a user can correct."""
     set_up_logging(LogConfig(), "dynamo")
-    with shutdown_deadline() as limit, TemporaryDirectory(prefix="kvferry-dynamo-") as folder:
+    with shutdown_deadline() as limit, discovery_folder() as folder:
         try:
             settings = MemberSettings.parse(sys.argv[1:])
             published_events(settings.command)
