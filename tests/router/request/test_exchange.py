@@ -81,6 +81,12 @@ async def refuses(peer: Peer, request: Request, body: Any) -> Response:
     raise AssertionError
 
 
+DYNAMO: dict[str, Any] = {
+    **{"stack": "dynamo", "connector": "Dynamo", "kv_host": "", "kv_port": 0, "kv_seal": ""},
+    "tickets": {"writes": ["dynamo"], "reads": ["dynamo"]},
+}
+"""What kvferry's server for a worker of Dynamo's has in its facts, where kvferry's engine has other values."""
+
 FAULTS: dict[str, Fault] = {
     "refuses": refuses,
     "silent": silent,
@@ -120,6 +126,8 @@ class Fleet:
         if self.form == "nixl":
             return Peer(role, own, vllm="0.32.0")
         facts = CONCURRENT if role == "prefill" else DECODE
+        if self.form == "dynamo":
+            facts = {**facts, **DYNAMO}
         return Peer(role, own, facts={**facts, "engine_id": f"engine-{role}-{number}"})
 
     def _fails(self, peer: Peer) -> bool:
@@ -242,25 +250,25 @@ sequential | every decode  | 500                               | prefill - ticke
 sequential | every decode  | 503                               | prefill - ticket ticket           | p0    | 503
 sequential | every decode  | 307                               | prefill - ticket ticket           | p0    | 502
 sequential | every decode  | refuses                           | prefill - - -                     | p0    | 503
-nixl       | a prefill     | refuses                           | - prefill - ticket                | -     | answer
-nixl       | a prefill     | BROKEN                            | prefill prefill - ticket          | -     | answer
-nixl       | a prefill     | 400                               | prefill - - -                     | -     | 400
-nixl       | a prefill     | no ticket                         | prefill - whole -                 | -     | answer
-nixl       | every prefill | refuses                           | - - whole -                       | -     | answer
-nixl       | every prefill | BROKEN                            | prefill prefill whole -           | -     | answer
-nixl       | every prefill | 400                               | prefill - - -                     | -     | 400
-nixl       | every prefill | no ticket                         | prefill - whole -                 | -     | answer
-nixl       | a decode      | refuses                           | prefill - - ticket                | -     | answer
-nixl       | a decode      | silent, cut, 500, 503, 307        | prefill - ticket ticket           | -     | answer
-nixl       | a decode      | stops, cut in stream, error event | prefill - ticket -                | -     | error event
-nixl       | a decode      | half                              | prefill - ticket -                | -     | cut
-nixl       | a decode      | 400                               | prefill - ticket -                | -     | 400
-nixl       | every decode  | silent                            | prefill - ticket+give-up ticket   | -     | 504
-nixl       | every decode  | cut                               | prefill - ticket+give-up ticket   | -     | 502
-nixl       | every decode  | 500                               | prefill - ticket ticket           | -     | 500
-nixl       | every decode  | 503                               | prefill - ticket ticket           | -     | 503
-nixl       | every decode  | 307                               | prefill - ticket ticket           | -     | 502
-nixl       | every decode  | refuses                           | prefill - - -                     | -     | 503
+nixl, dynamo | a prefill     | refuses                           | - prefill - ticket                | -   | answer
+nixl, dynamo | a prefill     | BROKEN                            | prefill prefill - ticket          | -   | answer
+nixl, dynamo | a prefill     | 400                               | prefill - - -                     | -   | 400
+nixl, dynamo | a prefill     | no ticket                         | prefill - whole -                 | -   | answer
+nixl, dynamo | every prefill | refuses                           | - - whole -                       | -   | answer
+nixl, dynamo | every prefill | BROKEN                            | prefill prefill whole -           | -   | answer
+nixl, dynamo | every prefill | 400                               | prefill - - -                     | -   | 400
+nixl, dynamo | every prefill | no ticket                         | prefill - whole -                 | -   | answer
+nixl, dynamo | a decode      | refuses                           | prefill - - ticket                | -   | answer
+nixl, dynamo | a decode      | silent, cut, 500, 503, 307        | prefill - ticket ticket           | -   | answer
+nixl, dynamo | a decode      | stops, cut in stream, error event | prefill - ticket -                | -   | error event
+nixl, dynamo | a decode      | half                              | prefill - ticket -                | -   | cut
+nixl, dynamo | a decode      | 400                               | prefill - ticket -                | -   | 400
+nixl, dynamo | every decode  | silent                            | prefill - ticket+give-up ticket   | -   | 504
+nixl, dynamo | every decode  | cut                               | prefill - ticket+give-up ticket   | -   | 502
+nixl, dynamo | every decode  | 500                               | prefill - ticket ticket           | -   | 500
+nixl, dynamo | every decode  | 503                               | prefill - ticket ticket           | -   | 503
+nixl, dynamo | every decode  | 307                               | prefill - ticket ticket           | -   | 502
+nixl, dynamo | every decode  | refuses                           | prefill - - -                     | -   | 503
 concurrent | a prefill     | refuses                           | - prefill early early             | -     | answer
 concurrent | a prefill     | BROKEN                            | prefill prefill early early       | p0    | answer
 concurrent | a prefill     | 400                               | prefill - early -                 | -     | 400
@@ -306,13 +314,20 @@ def rows() -> list[tuple[str, str, str, str]]:
     """Form, who fails, how, and what comes of it."""
     found = []
     for line in TABLE.strip().splitlines():
-        form, faulty, faults, *row = (part.strip() for part in line.split("|"))
+        forms, faulty, faults, *row = (part.strip() for part in line.split("|"))
         faults, _, others = faults.replace("BROKEN", BROKEN).partition(" but ")
-        found += [(form, faulty, one, " | ".join(row)) for one in map(str.strip, faults.split(",")) if one != others]
+        names = [name for name in map(str.strip, faults.split(",")) if name != others]
+        found += [(form, faulty, name, " | ".join(row)) for form in forms.split(", ") for name in names]
     return found
 
 
-QUICK = {("concurrent", "a prefill"), ("concurrent", "a decode"), ("sequential", "a decode"), ("nixl", "a prefill")}
+QUICK = {
+    ("concurrent", "a prefill"),
+    ("concurrent", "a decode"),
+    ("sequential", "a decode"),
+    ("nixl", "a prefill"),
+    ("dynamo", "a decode"),
+}
 CASES = [
     pytest.param(*row, marks=[] if row[:2] in QUICK else [pytest.mark.full], id=" ".join(row[:3])) for row in rows()
 ]
