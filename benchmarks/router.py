@@ -1,7 +1,8 @@
 """What a router costs, beside others and beside no router: processor time, added delay, memory.
 
     python benchmarks/router.py [--rounds 40] [--streams 1 32 64 256] [--tokens 100] [--rate 200]
-        [--peers FOLDER/bin] [--nginx PATH] [--python PATH] [--before FOLDER] [--floor] [--profile FILE] [--save]
+        [--peers FOLDER/bin] [--nginx PATH] [--python PATH] [--before FOLDER] [--dynamo PYTHON] [--floor]
+        [--profile FILE] [--save]
 
 P, D, router and clients are processes of their own, on loopback: the router has one core, all else the others. P, D
 and clients are a small program in C (`native/peer.c`, compiled here), so that their time is not what is seen. P answers
@@ -18,6 +19,10 @@ Streams have `--rate` tokens a second each, and fewer where that would be more t
 
 `--peers`: the folder of the programs of an environment with the wheels of vllm-router and sglang-router
 (`pip install vllm-router sglang-router`). `--nginx`: the program; it passes requests to D alone.
+`--dynamo`: a Python with Dynamo and kvferry (`scripts/install_dynamo.sh`). Then routers are measured before a mocker of
+Dynamo's for each role, which take no time to compute: kvferry's with its helper process, and Dynamo's frontend with its
+KV router and with round-robin. There is no row without a router, so times are given as they are, with those of the
+mockers. Results go to `results/router_dynamo.<processor>.json`.
 `--python`: another Python of this version, for one more row, such as one built with `--enable-optimizations`.
 `--floor`: what is left when a router in Python does nothing else (`router_floor.py`). `--only NAME` measures one. A
 busy machine's figures wander: compare what was measured in one run, and run again.
@@ -42,6 +47,7 @@ from typing import Any
 import psutil
 
 import kvferry
+from dynamo_mockers import Mockers
 from kvferry.core.messages.continuation import PROGRESS_HEADER
 from report import save
 
@@ -212,6 +218,51 @@ def commands(said: argparse.Namespace, prefill: str, decode: str, folder: Path) 
     return {name: command for name, command in found.items() if not said.only or said.only == name}
 
 
+def before_mockers(settings: argparse.Namespace, stack: ExitStack, folder: Path, core: int) -> None:
+    """Measure kvferry's router and Dynamo's frontend before the same mockers of Dynamo's."""
+    peers, mockers = Peers(folder), Mockers(settings.dynamo, folder, end)
+    stack.callback(mockers.end)
+    for mode in ("prefill", "decode"):
+        ports = ("--bootstrap-ports", str(free_port())) if mode == "prefill" else ()
+        mockers.start(mode, "--speedup-ratio", "0", *ports)
+    urls = ("--prefill-url", "dynamo://dynamo/prefill", "--decode-url", "dynamo://dynamo/backend")
+    commands = {
+        "kvferry": mockers.router("PORT", *urls),
+        "Dynamo's frontend, kv": mockers.frontend("PORT", "kv"),
+        "Dynamo's frontend, round-robin": mockers.frontend("PORT", "round-robin"),
+    }
+    os.environ.update(mockers.environment)
+    routers = []
+    for name, command in commands.items():
+        router = started(name, command, "", folder, core)
+        assert router.process is not None
+        stack.callback(end, router.process)
+        peers.until_ready(router.port, 120.0)
+        routers.append(router)
+    for number in range(LAPS):
+        for router in routers:
+            print(f"lap {number + 1} of {LAPS}: {router.name}", file=sys.stderr)
+            lap(peers, router, settings)
+    names = [*WAYS, *(f"{number} streams" for number in settings.streams)]
+    some = ", ".join(map(str, settings.streams))
+    print(f"| | µs a request: {', '.join(WAYS)} | first piece, ms: {', '.join(WAYS)} | µs a token: {some} | MiB |")
+    print("|---|---|---|---|---|")
+    for router in routers:
+        cases = [router.cases[name] for name in names]
+        whole, streams = cases[: len(WAYS)], cases[len(WAYS) :]
+        cells = [
+            " / ".join(f"{case.request_us:.0f}" for case in whole),
+            " / ".join(f"{case.first[0]:.2f} (99th: {case.first[1]:.1f})" for case in whole),
+            " / ".join(f"{case.token_us:.1f}" for case in streams),
+            f"{router.memory_mib:.0f}",
+        ]
+        print(f"| {router.name} | {' | '.join(cells)} |")
+    if settings.save:
+        values = {name: getattr(settings, name) for name in ("rounds", "streams", "samples", "tokens")}
+        results = {router.name: about(router) for router in routers}
+        print(save("router_dynamo", {**values, **mockers.versions()}, results))
+
+
 def free_port() -> int:
     """One that nobody listens on."""
     with socket.socket() as probe:
@@ -287,6 +338,7 @@ def main() -> None:
     parser.add_argument("--nginx", help="the program")
     parser.add_argument("--python", help="another Python of the same version, for one more row")
     parser.add_argument("--before", help="the src of another version of kvferry, for one more row")
+    parser.add_argument("--dynamo", help="a Python with Dynamo and kvferry: measure before Dynamo's mockers")
     parser.add_argument("--save", action="store_true", help="keep the results")
     parser.add_argument("--only", help="the name of one router")
     parser.add_argument("--profile", help="write cProfile's statistics of kvferry's router there")
@@ -295,6 +347,9 @@ def main() -> None:
     os.sched_setaffinity(0, others or [core])
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if said.dynamo:
+            before_mockers(said, stack, folder, core)
+            return
         peers, ports = Peers(folder), {}
         for role in ("prefill", "decode"):
             process, ports[role] = peers.instance(role)
