@@ -6,13 +6,8 @@ import msgspec
 import pytest
 
 from kvferry.api.decoding import decode_body, decode_value, require_json
-from kvferry.api.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    UnsupportedFields,
-    refuse_unsupported,
-)
+from kvferry.api.other_fields import REFUSED, refuse_unsupported
+from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest
 from kvferry.core.errors import InvalidRequest
 
 
@@ -109,7 +104,7 @@ def test_places_in_lists_are_named() -> None:
     ],
 )
 def test_what_asks_for_nothing_is_not_refused(fields: bytes) -> None:
-    refuse_unsupported(decode_body(b'{"prompt": "a", ' + fields + b"}", CompletionRequest).body)
+    refuse_unsupported(decode_body(b'{"prompt": "a", ' + fields + b"}", CompletionRequest).unsupported)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +118,7 @@ def test_what_asks_for_nothing_is_not_refused(fields: bytes) -> None:
         ("modalities", b'["text", "audio"]'),
         ("use_beam_search", b"true"),
         ("bad_words", b'["a"]'),
-        *((field, b"{}") for field in UnsupportedFields.__struct_fields__),
+        *((field, b"{}") for field, refusal in REFUSED.items() if {} not in refusal.harmless and field != "best_of"),
         ("response_format", b"false"),
         ("guided_choice", b"[]"),
         ("allowed_token_ids", b"[]"),
@@ -131,9 +126,9 @@ def test_what_asks_for_nothing_is_not_refused(fields: bytes) -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(field: str, value: bytes) -> None:
-    body = decode_body(b'{"prompt": "a", "' + field.encode() + b'": ' + value + b"}", CompletionRequest).body
+    body = decode_body(b'{"prompt": "a", "' + field.encode() + b'": ' + value + b"}", CompletionRequest)
     with pytest.raises(InvalidRequest, match=field) as caught:
-        refuse_unsupported(body)
+        refuse_unsupported(body.unsupported)
     assert caught.value.param == field
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.api.fields import WITHOUT_EFFECT, ignored_fields, warning_of
+from kvferry.api.fields import ignored_fields, warning_of
+from kvferry.api.other_fields import REFUSED, WITHOUT_EFFECT
 from kvferry.api.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -47,7 +48,8 @@ def test_near_misses_are_refused(name: str, meant: str, body_type: type) -> None
 
 @pytest.mark.parametrize("body_type", TYPES)
 def test_what_others_know_is_never_taken_for_a_typo(body_type: type) -> None:
-    foreign = [*WITHOUT_EFFECT, "typical_p", "top_a", "mirostat", "provider", "session_id", "x", "", "é" * 9]
+    known = set(body_type.__struct_fields__)
+    foreign = [*WITHOUT_EFFECT, *(REFUSED.keys() - known), "provider", "x", "", "é" * 9]
     assert ignored_fields(foreign, body_type) == tuple(foreign)
 
 

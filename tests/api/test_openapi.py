@@ -13,6 +13,7 @@ from openapi_spec_validator import validate
 from kvferry.api import requests
 from kvferry.api.decoding import decode_body
 from kvferry.api.openapi import ERROR_EXAMPLE, OPERATIONS, openapi_document
+from kvferry.api.other_fields import REFUSED
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.openai import error_envelope
 
@@ -83,4 +84,5 @@ def test_schemas_say_what_is_accepted(name: str, good: list[Any], bad: list[Any]
 
 def test_every_field_of_a_request_is_there() -> None:
     for kind in (requests.CompletionRequest, requests.ChatCompletionRequest):
-        assert set(DOCUMENT["components"]["schemas"][kind.__name__]["properties"]) == set(kind.__struct_fields__)
+        properties = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
+        assert set(properties) == set(kind.__struct_fields__) | set(REFUSED)

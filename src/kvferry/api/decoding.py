@@ -7,6 +7,7 @@ it accepts; servers call it in a thread above `THREAD_ABOVE_BYTES`.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from kvferry.api.fields import ignored_fields
+from kvferry.api.other_fields import REFUSED
 from kvferry.api.requests import MAX_FIELD_BYTES
 from kvferry.api.strict import MAX_DEPTH, read_object, read_texts, unpaired_surrogate
 from kvferry.core.errors import InvalidRequest
@@ -57,10 +59,12 @@ _OTHER_ENCODINGS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 @dataclass(frozen=True)
 class Decoded(Generic[Body]):
-    """A request, and the names of its fields that have no effect."""
+    """A request, the names of its fields that have no effect, and its fields that only other servers have
+    (`other_fields.REFUSED`)."""
 
     body: Body
     ignored: tuple[str, ...] = ()
+    unsupported: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def require_json(content_type: str | None, content_encoding: str | None) -> None:
@@ -89,7 +93,9 @@ def decode_body(raw: bytes, body_type: type[Body]) -> Decoded[Body]:
     ignored = ignored_fields(fields, body_type)
     _require_sizes(fields)
     try:
-        return Decoded(msgspec.json.decode(raw, type=body_type), ignored)
+        unsupported = {name: msgspec.json.decode(fields[name]) for name in ignored if name in REFUSED}
+        ignored = tuple(name for name in ignored if name not in unsupported)
+        return Decoded(msgspec.json.decode(raw, type=body_type), ignored, unsupported)
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

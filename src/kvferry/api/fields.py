@@ -1,4 +1,4 @@
-"""Field names of requests: known, other servers', and misspelled names.
+"""Field names of requests: known, other servers' (`other_fields`), and misspelled names.
 
 An unknown name is ignored and reported in a response header, since clients send many harmless ones. A name that is
 nearly a known one is refused, since the client would not get the requested effect.
@@ -12,22 +12,17 @@ from functools import cache
 
 import msgspec
 
+from kvferry.api.other_fields import REFUSED, WITHOUT_EFFECT
+from kvferry.api.requests import GenerationRequest
 from kvferry.core.errors import InvalidRequest
 
 WARNING_HEADER = "X-Kvferry-Warning"
 """Sent with the answer to a request of which fields were ignored."""
 
-WITHOUT_EFFECT = frozenset(
-    [
-        *("early_stopping", "include_reasoning", "length_penalty", "metadata", "mm_processor_kwargs"),
-        *("moderation", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention"),
-        *("safety_identifier", "service_tier", "store", "verbosity", "vllm_xargs"),
-    ]
-)
-"""Fields of the OpenAI API and of vLLM that this server knows and that have no effect."""
-
 _SYNONYMS = {
     "max_length": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_output_tokens": "max_completion_tokens",
     "num_return_sequences": "n",
@@ -48,7 +43,11 @@ def ignored_fields(names: Iterable[str], body_type: type[msgspec.Struct]) -> tup
     known_names = _field_names(body_type)
     unknown = tuple(name for name in names if name not in known_names)
     for name in unknown:
-        if name not in WITHOUT_EFFECT and (suggestion := _suggest(name, known_names)) is not None:
+        if (
+            name not in WITHOUT_EFFECT
+            and name not in REFUSED
+            and (suggestion := _suggest(name, _suggestions(body_type))) is not None
+        ):
             shown = _printable(name)
             raise InvalidRequest(f"unknown field {shown!r}; did you mean {suggestion!r}?", param=shown)
     return unknown
@@ -66,6 +65,13 @@ def warning_of(ignored: Sequence[str]) -> str | None:
 @cache
 def _field_names(body_type: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(body_type.__struct_encode_fields__)
+
+
+@cache
+def _suggestions(body_type: type[msgspec.Struct]) -> frozenset[str]:
+    """Names that a misspelled one may mean."""
+    known_names = _field_names(body_type)
+    return known_names | REFUSED.keys() if issubclass(body_type, GenerationRequest) else known_names
 
 
 def _suggest(name: str, known_names: frozenset[str]) -> str | None:

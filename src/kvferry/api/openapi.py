@@ -15,6 +15,7 @@ import msgspec
 
 from kvferry import __version__
 from kvferry.api import answers, requests
+from kvferry.api.other_fields import REFUSED
 from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, RETRY_AFTER_HEADER, ErrorEnvelope
 from kvferry.core.sampling import SamplingParams
@@ -332,8 +333,9 @@ def _add_ranges(properties: Schema) -> None:
 
 
 def _add_unsupported(properties: Schema) -> None:
-    for name in requests.UnsupportedFields.__struct_fields__:
-        properties[name] = {
-            "description": f"Known, and refused when it asks for something: {requests.reason_of(name)}.",
-            "enum": [None, *requests.harmless_values(name)],
-        }
+    for name, refusal in REFUSED.items():
+        if name not in properties:  # completions have a field that chats do not have
+            properties[name] = {
+                "description": f"Known, and refused when it asks for something: {refusal.reason}.",
+                "enum": [None, *refusal.harmless],
+            }

@@ -1,7 +1,7 @@
 """The requests, as msgspec structs: OpenAI's fields, vLLM's extras and kvferry's own.
 
-A field of the wrong type is an error, and so is a field that requests an unsupported feature. None: the client did not
-set the field.
+A field of the wrong type is an error. None: the client did not set the field. Fields that only other servers have:
+`other_fields`.
 """
 
 from __future__ import annotations
@@ -9,79 +9,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-
-from kvferry.core.errors import InvalidRequest
-
-
-class UnsupportedFields(msgspec.Struct, kw_only=True):
-    """Unsupported fields that would change the answer; refused unless their value requests nothing."""
-
-    allowed_token_ids: Any = None
-    audio: Any = None
-    bad_words: Any = None
-    function_call: Any = None
-    functions: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    logits_processors: Any = None
-    logprob_token_ids: Any = None
-    modalities: Any = None
-    prompt_embeds: Any = None
-    repetition_detection: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    suffix: Any = None
-    thinking_token_budget: Any = None
-    tool_choice: Any = None
-    use_beam_search: Any = None
-    web_search_options: Any = None
-
-
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "bad_words": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
-    "modalities": (["text"], []),
-    "prompt_embeds": ([],),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "use_beam_search": (False,),
-}
-"""Values that request nothing, beside null. An empty object is not one of them: as a JSON schema it requests JSON, as
-`web_search_options` a search with defaults, and elsewhere it is an error."""
-
-_REASONS = {
-    "response_format": "only {'type': 'text'} is supported: this server does not constrain its output",
-    "tool_choice": "only 'none' and 'auto' are supported: this server does not force a tool call",
-    "function_call": "only 'none' and 'auto' are supported: this server does not force a function call",
-    "functions": "use tools instead",
-    "modalities": "only ['text'] is supported",
-    "use_beam_search": "beam search is not supported",
-}
-
-
-def refuse_unsupported(body: UnsupportedFields) -> None:
-    """Raise `InvalidRequest` for the first field that requests an unsupported feature."""
-    for field in UnsupportedFields.__struct_fields__:
-        value = getattr(body, field)
-        if value is not None and value not in _HARMLESS.get(field, ()):
-            raise InvalidRequest(f"{field}: {reason_of(field)}", param=field)
-
-
-def reason_of(field: str) -> str:
-    """The reason for which one of `UnsupportedFields` is refused."""
-    return _REASONS.get(field, "not supported by this server")
-
-
-def harmless_values(field: str) -> tuple[Any, ...]:
-    """Values with which one of `UnsupportedFields` requests nothing, beside null."""
-    return _HARMLESS.get(field, ())
-
 
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Integers of 64 bits: Python's are unlimited, but the arithmetic that uses them is not."""
@@ -160,7 +87,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(UnsupportedFields, kw_only=True):
+class GenerationRequest(msgspec.Struct, kw_only=True):
     """The common fields of completions and chat completions.
 
     `spaces_between_special_tokens` is read and has no effect: fast tokenizers put no spaces there.

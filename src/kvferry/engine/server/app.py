@@ -10,6 +10,7 @@ from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.endpoint import chat_route, completions_route
 from kvferry.engine.server.engine_protocol import EngineClient
+from kvferry.engine.server.other_paths import explain_path
 from kvferry.engine.server.registrar import RegisteredServer, RegistrarConfig
 from kvferry.engine.server.utility_routes import UtilityRoutes
 from kvferry.http.server.http_server import HttpServer, OnListening, signals_end
@@ -42,7 +43,7 @@ def build_app(
         Route("POST", "/v1/chat/completions", chat_route(context).handle),
         *UtilityRoutes(context).routes(),
     ]
-    return App(context, Routes(routes))
+    return App(context, Routes(routes, explain=explain_path))
 
 
 async def serve(

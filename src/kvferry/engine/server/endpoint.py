@@ -9,7 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from kvferry.api.decoding import Decoded
 from kvferry.api.fields import WARNING_HEADER, warning_of
+from kvferry.api.other_fields import refuse_unsupported
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from kvferry.core.errors import RequestError
 from kvferry.core.messages.continuation import PROGRESS_HEADER
@@ -50,8 +52,10 @@ class GenerationRoute(Generic[GenerationBody]):
     async def handle(self, request: HttpRequest, response: Response) -> None:
         arrived = self._context.clock.wall()
         raw = await request.body.read()
-        body = await decode(self._context, request, response, raw, self._body_type)
+        decoded = await decode(self._context, request, response, raw, self._body_type)
+        body = decoded.body
         try:
+            refuse_unsupported(decoded.unsupported)
             writer = await self._prepare(request, body, arrived)
         except RequestError:
             if (hand_off := refused_hand_off(body)) is not None:
@@ -107,20 +111,19 @@ def chat_route(context: ServerContext) -> GenerationRoute[ChatCompletionRequest]
 
 async def decode(
     context: ServerContext, request: HttpRequest, response: Response, raw: bytes, body_type: type[Body]
-) -> Body:
+) -> Decoded[Body]:
     """The body as `body_type`. The answer gets a header that names fields without effect, and tools that cannot be
     called. Raises `InvalidRequest`."""
     decoded = await context.decode(raw, request, body_type)
-    warnings = [
-        warning for warning in (warning_of(decoded.ignored), _warning_of_tools(decoded.body)) if warning is not None
-    ]
+    warnings = [warning for warning in (warning_of(decoded.ignored), _warning_of_tools(decoded)) if warning is not None]
     if warnings:
         response.add_header(WARNING_HEADER.lower().encode(), "; ".join(warnings).encode("latin-1", "replace"))
-    return decoded.body
+    return decoded
 
 
-def _warning_of_tools(body: msgspec.Struct) -> str | None:
-    if type(body) is not ChatCompletionRequest or not body.tools or body.tool_choice == "none":
+def _warning_of_tools(decoded: Decoded[Any]) -> str | None:
+    body = decoded.body
+    if type(body) is not ChatCompletionRequest or not body.tools or decoded.unsupported.get("tool_choice") == "none":
         return None
     _log_tools()
     return f"tools: {_NO_CALLS}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, refuse_unsupported
+from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from kvferry.core import entropy
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.continuation import Continuation, parse_continuation
@@ -68,7 +68,6 @@ class AnswerLength:
 
 async def plan_request(context: ServerContext, body: GenerationRequest, answer_id: str, timeline: Timeline) -> Plan:
     """Validate the request, make its prompts, and prepare its sequences. Nothing runs yet. Raises `RequestError`."""
-    refuse_unsupported(body)
     require_consistent(body)
     length = answer_length(body)
     engine_id = f"{answer_id}-{entropy.token_hex(4)}"  # clients may repeat their ids

@@ -80,12 +80,12 @@ class UtilityRoutes:
         """The tokens of a text or of messages, as the generating routes would compute them."""
         raw = await request.body.read()
         if b'"messages"' in raw and "messages" in read_fields(raw):
-            chat = await decode(self._context, request, response, raw, TokenizeChatRequest)
+            chat = (await decode(self._context, request, response, raw, TokenizeChatRequest)).body
             self._context.require_model(chat.model)
             token_ids = (await self._context.chat_prompt(chat)).token_ids
             await self._send_tokens(response, token_ids, bool(chat.return_token_strs))
             return
-        body = await decode(self._context, request, response, raw, TokenizeCompletionRequest)
+        body = (await decode(self._context, request, response, raw, TokenizeCompletionRequest)).body
         self._context.require_model(body.model)
         codec, max_model_len = self._context.codec, self._context.engine_client.max_model_len
         await require_encodable(body.prompt, codec, max_model_len, "prompt")
@@ -171,7 +171,7 @@ class UtilityRoutes:
         response.send_json(b'{"ok":true}')
 
     async def _decoded(self, request: HttpRequest, response: Response, body_type: type[Body]) -> Body:
-        return await decode(self._context, request, response, await request.body.read(), body_type)
+        return (await decode(self._context, request, response, await request.body.read(), body_type)).body
 
 
 def send_json(response: Response, body: msgspec.Struct) -> None:

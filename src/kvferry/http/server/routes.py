@@ -28,9 +28,17 @@ class Route:
 
 
 class Routes:
-    """The routes of one server. `fallback` gets every path and method that the table does not contain."""
+    """The routes of one server. `fallback` gets every path and method that the table does not contain. `explain`: the
+    message of the 404 for such a path, without a fallback; None: there is nothing to say but that it is unknown."""
 
-    def __init__(self, routes: Iterable[Route], fallback: Route | None = None) -> None:
+    def __init__(
+        self,
+        routes: Iterable[Route],
+        fallback: Route | None = None,
+        *,
+        explain: Callable[[str], str | None] = lambda path: None,
+    ) -> None:
+        self._explain = explain
         self._exact: dict[str, dict[str, Route]] = {}
         self._prefixes: dict[str, dict[str, Route]] = {}
         self._fallback = fallback
@@ -43,7 +51,7 @@ class Routes:
         methods = self._exact.get(request.path) or self._by_prefix(request)
         if methods is None:
             if self._fallback is None:
-                raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
+                raise UnknownRoute(self._explain(request.path) or f"Invalid URL ({request.method} {request.path})")
             return self._fallback
         route = methods.get("GET" if request.method == "HEAD" and "HEAD" not in methods else request.method)
         if route is None:
