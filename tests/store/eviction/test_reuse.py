@@ -8,12 +8,15 @@ import pytest
 
 from kvferry.store.eviction.base import EvictionPolicy
 from kvferry.store.eviction.leaf_lru import LeafLru
+from kvferry.store.eviction.learned import LearnedPolicy
 from kvferry.store.eviction.reuse import Reuse
 from kvferry.store.trace.caches import PolicyCache
 from kvferry.store.trace.records import TraceRequest
+from kvferry.store.trace.workload import Conversations
 from support.drifting import DRIFTS, drifting
 
-MOST_LOST = 0.003
+MAX_LOST = {10_000: 0.004, 40_000: 0.003}
+"""Of all blocks, by how many there are: a change of order costs the more, the shorter the traffic."""
 
 
 def hit_ratio(policy: EvictionPolicy, requests: list[TraceRequest]) -> float:
@@ -46,7 +49,15 @@ def test_however_popularity_drifts_little_is_lost_against_lru(drift: str, seed: 
     requests = drifting(drift, num_blocks, seed)
     capacity = len({key for request in requests for key in request.hash_ids}) // 20
     lru = max(hit_ratio(LeafLru(capacity), requests), release_order_hit_ratio(requests, capacity))
-    assert hit_ratio(Reuse(capacity), requests) >= lru - MOST_LOST
+    assert hit_ratio(Reuse(capacity), requests) >= lru - MAX_LOST[num_blocks]
+
+
+@pytest.mark.parametrize("seed", [2, 5])
+def test_a_bad_start_does_not_last(seed: int) -> None:
+    """In these conversations, LRU leads while nothing is learned yet."""
+    requests, capacity = list(Conversations().requests(seed)), 5_859
+    learned = hit_ratio(LearnedPolicy(capacity), requests)
+    assert hit_ratio(Reuse(capacity), requests) >= learned - 0.005
 
 
 def test_leaf_lru_is_the_order_of_the_engine_s_block_pool() -> None:

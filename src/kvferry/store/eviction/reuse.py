@@ -6,8 +6,9 @@ blocks that the shadow it follows has evicted, in the same order.
 
 The learned order is followed first. LRU replaces it when LRU's shadow leads by `ALLOWED_LAG` of the capacity in hits.
 The learned order comes back when its hits since its worst moment outweigh two costs. These are the change itself (the
-blocks of its shadow that are not cached) and the hits by which this cache is behind LRU so far. So if a workload
-alternates, the cache does not. Policies that duel: Qureshi and others (ISCA 2007).
+hits that are lost because blocks of its shadow are not cached: as many as uses of its shadow are hits, in the mean) and
+the hits by which this cache is behind LRU so far. So if a workload alternates, the cache does not. Policies that duel:
+Qureshi and others (ISCA 2007).
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Reuse(EvictionPolicy):
         """Hits by which the learned shadow leads LRU's: up to now if it is followed, else since the minimum."""
         self._gain = 0
         """Hits by which this cache leads LRU's shadow."""
+        self._num_uses = self._num_learned_hits = 0
 
     def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
         """Report the answer's length to the learned order."""
@@ -85,6 +87,8 @@ class Reuse(EvictionPolicy):
         size = len(self._parents) + len(self._skipped)
         learned = self.learned.use(key, now, parent, size, self._parents)
         lru = self.lru.use(key, now, parent, size, self._parents)
+        self._num_uses += 1
+        self._num_learned_hits += learned
         if learned != lru or was_cached != lru:
             self._update_lead(learned - lru, was_cached - lru)
 
@@ -97,7 +101,8 @@ class Reuse(EvictionPolicy):
                 self._followed, self._lead = self.lru, 0
         else:
             self._lead = max(self._lead, 0)
-            if self._lead > len(self.learned.evicted) + max(0, -self._gain):
+            lost_hits = len(self.learned.evicted) * self._num_learned_hits / self._num_uses
+            if self._lead > lost_hits + max(0, -self._gain):
                 self._followed, self._lead = self.learned, 0
 
     def _remove(self, key: Key) -> None:
