@@ -102,6 +102,13 @@ def test_a_server_changes_its_role_when_it_is_idle_and_without_a_restart(tmp_pat
     switched = [body for bodies in told(seen, "prefill") for body in bodies if "new_role" in body]
     assert [body["new_role"] for body in switched] == ["decode"] * 2  # it was busy the first time
 
+    fleet.scale("prefill=2", "decode=1")  # what has changed once is replaced
+    left = {name: fleet.pid(name) for name in fleet.names("prefill", "decode")}
+    assert len(left) == 3
+    assert len(left.items() & pids.items()) == 2
+    switched = [body for bodies in told(seen, "prefill") for body in bodies if "new_role" in body]
+    assert len(switched) == 2
+
 
 @pytest.mark.processes
 def test_a_server_that_does_not_change_its_role_is_replaced(

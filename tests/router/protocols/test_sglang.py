@@ -192,6 +192,15 @@ async def test_without_prefill_servers_of_one_phase_cannot_answer() -> None:
     assert d.calls == []
 
 
+async def test_a_server_that_is_not_known_yet_is_not_expected_to_answer_alone() -> None:
+    """A server that is starting, or changes its role, beside one of one phase."""
+    _, d = pair()
+    async with instances(d), routing([], [d.url, "http://127.0.0.1:1"]) as (_, url):
+        status, content, _ = await post(url)
+        assert (status, "no prefill instance" in content["error"]["message"]) == (503, True)
+    assert d.calls == []
+
+
 async def test_servers_of_both_phases_get_whole_requests() -> None:
     d = SglangPeer("decode", answer)
     async with instances(d), routing([], [d.url]) as (_, url):

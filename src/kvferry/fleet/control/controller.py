@@ -31,7 +31,7 @@ from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer
 from kvferry.fleet.control.report import FleetView, StatusReporter, is_hopeless
-from kvferry.fleet.control.role_switch import NotSwitched, switch_server
+from kvferry.fleet.control.role_switch import NotSwitched, require_first_switch, switch_server
 from kvferry.fleet.control.router_client import RouterClient
 from kvferry.fleet.display import Display
 from kvferry.fleet.spec.fleet_spec import MemberRole, seconds
@@ -332,6 +332,7 @@ class Controller:
         """Change the role of a server that has to be idle for it. One that does not change it is replaced."""
         name, observer, until = member.name, self._observer, self._clock.monotonic() + drain_s
         try:
+            require_first_switch(name, role)
             await self._wait_for(lambda: observer.is_drained(name), until, "not drained")
             observer.withdrawn.add(name)
             await self._wait_for(lambda: not observer.is_known(name), until, "routers still know it")

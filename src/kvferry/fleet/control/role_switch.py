@@ -3,6 +3,9 @@
 kvferry's instances and vLLM's do both phases all the time, so that a role is only what routers send them. An SGLang
 server is started for one phase; with `--enable-pd-role-switch` (0.5.23) it changes to the other one while nothing runs
 there. So its requests are drained first, then the routers forget it, it is told, and it comes back in its new role.
+
+A server changes its role once. After a second change to prefill, hand-offs from it wait without end (0.5.23, seen in
+2026-11): decode servers keep the address that it had before the first one, as its bootstrap server goes on answering.
 """
 
 from __future__ import annotations
@@ -24,6 +27,12 @@ _JSON = [(b"content-type", b"application/json")]
 
 class NotSwitched(KvferryError):
     """The server keeps its role, or is in neither; the message says why."""
+
+
+def require_first_switch(name: str, role: MemberRole) -> None:
+    """Raise `NotSwitched` for a member that would take the role again for which it was started, as its name says."""
+    if name.rpartition("-")[0].endswith(role):
+        raise NotSwitched("an SGLang server changes its role once")
 
 
 class _Answer(msgspec.Struct):

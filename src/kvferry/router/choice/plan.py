@@ -74,8 +74,7 @@ def is_to_be_disaggregated(plan: Plan) -> bool:
 
 def _use_rendezvous(pools: Pools) -> bool:
     """True if all decode instances are SGLang's in decode mode. Each prompt of a batch then has a bootstrap room."""
-    decodes = pools.decode.instances
-    return bool(decodes) and not any(instance.answers_alone for instance in decodes)
+    return not pools.decode.answers_alone
 
 
 def _single_instance_reason(body: RequestBody, *, by_rendezvous: bool) -> str | None:

@@ -13,7 +13,14 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.messages.dynamo import SCHEME
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
-from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
+from kvferry.router.instances.instance import (
+    BOOTSTRAP_PORT,
+    Instance,
+    LegRole,
+    NotProbed,
+    Revision,
+    normalise_url,
+)
 from kvferry.router.instances.load import Candidates, LoadTable, candidates
 from kvferry.router.instances.shared_plan import SharedFleetPlan
 
@@ -157,6 +164,13 @@ class RolePool:
     def num_alive(self) -> int:
         """Number of usable instances."""
         return sum(instance.usable for instance in self.instances)
+
+    @property
+    def answers_alone(self) -> bool:
+        """True if an instance can do both phases of a request. One that is not probed yet (it starts, or changes
+        its role) counts as the others do."""
+        probed = [instance for instance in self.instances if not isinstance(instance.facts, NotProbed)]
+        return not probed or any(instance.answers_alone for instance in probed)
 
 
 @dataclass(frozen=True)

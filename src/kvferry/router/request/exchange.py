@@ -94,16 +94,13 @@ class Exchange:
     def _plan(self) -> Plan:
         """Plan the request; its client may request an answer without a hand-off if an instance does both phases."""
         pools = self._services.pools
-        if self._request.first.get(AGGREGATE) == b"1" and any(
-            instance.answers_alone for instance in pools.decode.instances
-        ):
+        if self._request.first.get(AGGREGATE) == b"1" and pools.decode.instances and pools.decode.answers_alone:
             return Aggregated("client")
         return make_plan(self._request.path, self._body, pools)
 
     async def _aggregated(self, plan: Plan) -> Answer:
         """Let one decode instance serve both phases. Raises `RequestError` if none can."""
-        decodes = self._services.pools.decode.instances
-        if decodes and not any(decode.answers_alone for decode in decodes) and is_to_be_disaggregated(plan):
+        if not self._services.pools.decode.answers_alone and is_to_be_disaggregated(plan):
             raise unanswered(self._lost_decode, "prefill")
         if self._legs.conversation is not None:
             self._legs.conversation.drop()  # no prefill instance will fetch that KV
