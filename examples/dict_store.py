@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
@@ -26,6 +25,11 @@ class DictOptions(StoreOptions, frozen=True, kw_only=True):
     max_blocks: int = 4096
     """Most blocks that are kept."""
 
+    def check(self, location: str) -> None:
+        """Called before anything is opened."""
+        if self.max_blocks < 1:
+            raise ConfigError(f"max_blocks must be at least 1, got {self.max_blocks}")
+
 
 class DictStore(KVStore):
     """Each instance has its own blocks, so that nothing is shared, and no hand-off goes through it."""
@@ -33,18 +37,11 @@ class DictStore(KVStore):
     options_type = DictOptions
     options: DictOptions
     medium = "CPU"
-    is_shared = False
 
     def __init__(self, location: str, options: DictOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
         self._records: OrderedDict[BlockHash, bytes] = OrderedDict()
         self._pinned: set[BlockHash] = set()
-
-    @classmethod
-    def check(cls, location: str, options: Any) -> None:
-        """Called before anything is opened."""
-        if options.max_blocks < 1:
-            raise ConfigError(f"max_blocks must be at least 1, got {options.max_blocks}")
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
         """The longest prefix that is there."""
@@ -57,16 +54,16 @@ class DictStore(KVStore):
     def _get(self, read: Read) -> bool:
         record = self._records.get(read.block_hash)
         if record is None:
-            self.count(missing_blocks=1)
+            self.activity.count(missing_blocks=1)
             return False
         try:
             self.records.decode(memoryview(record), read.block_hash, read.into)
         except CorruptBlock:
-            self.count(corrupt_blocks=1)
+            self.activity.count(corrupt_blocks=1)
             self._remove(read.block_hash)
             return False
         self._records.move_to_end(read.block_hash)
-        self.count(loaded_blocks=1, read_bytes=len(record))
+        self.activity.count(loaded_blocks=1, read_bytes=len(record))
         return True
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
@@ -76,15 +73,15 @@ class DictStore(KVStore):
     def _put(self, block: Block) -> Put:
         if block.block_hash in self._records:
             self._records.move_to_end(block.block_hash)
-            self.count(present_blocks=1)
+            self.activity.count(present_blocks=1)
             return Put.PRESENT
         if not self._has_room():
-            self.count(dropped_blocks=1)
+            self.activity.count(dropped_blocks=1)
             return Put.DROPPED
         record = b"".join(self.records.encode(block.block_hash, block.layers))
         self._records[block.block_hash] = record
-        self.count(stored_blocks=1, written_bytes=len(record))
-        self.note_kept([block.block_hash])
+        self.activity.count(stored_blocks=1, written_bytes=len(record))
+        self.activity.stored([block.block_hash])
         return Put.STORED
 
     def _has_room(self) -> bool:
@@ -95,7 +92,7 @@ class DictStore(KVStore):
         if victim is None:
             return False
         self._remove(victim)
-        self.count(evicted_blocks=1)
+        self.activity.count(evicted_blocks=1)
         return True
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
@@ -119,4 +116,4 @@ class DictStore(KVStore):
     def _remove(self, name: BlockHash) -> None:
         del self._records[name]
         self._pinned.discard(name)
-        self.note_removed([name])
+        self.activity.removed([name])

@@ -10,7 +10,7 @@ import pytest
 from kvferry.connectors.caching import StoreEvents
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError
-from kvferry.store.base import Changes
+from kvferry.store.activity import Changes
 
 pytestmark = pytest.mark.vllm
 

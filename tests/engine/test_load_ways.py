@@ -20,7 +20,8 @@ from kvferry.core.request import Request
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.store.base import BlockRun, Read
+from kvferry.store.base import Read
+from kvferry.store.block_run import BlockRun
 from kvferry.store.tiers import TieredStore
 from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts
 from support.processes import until

@@ -27,7 +27,7 @@ from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import StoreError
 from kvferry.store import breaker, tiers
 from kvferry.store import tier as tier_module
-from kvferry.store.base import Block, KVStore, Put, Read
+from kvferry.store.base import Block, Put, Read, SharedStore
 from kvferry.store.eviction.fifo import Fifo
 from kvferry.store.table import find_store, find_stores
 from kvferry.store.tier import Tier
@@ -645,7 +645,7 @@ def test_a_store_that_hangs_within_a_long_put_is_not_given_all_of_its_time(
     run([f"file:{tmp_path}"], use)
 
 
-class Endless(KVStore):
+class Endless(SharedStore):
     """Does what it is told to, or else never returns, and holds up the whole loop that it is called on."""
 
     stuck = ""
@@ -684,6 +684,9 @@ class Endless(KVStore):
     async def read_note(self, name: str) -> bytes | None:
         self._pass("read_note")
         return b"there"
+
+    async def remove_note(self, name: str) -> None:
+        self._pass("remove_note")
 
     async def pin(self, hashes: Sequence[bytes]) -> int:
         return 0

@@ -14,7 +14,7 @@ from kvferry.connectors.registry import ConnectorSpec
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.messages.kept import TierShare
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.store.base import Changes
+from kvferry.store.activity import Changes
 
 
 class KeepsBlocks(ABC, Generic[Plan]):

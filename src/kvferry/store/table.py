@@ -11,7 +11,7 @@ import msgspec
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import ExtensionPoint
-from kvferry.store.base import KVStore, StoreOptions
+from kvferry.store.base import KVStore, LayerStore, SharedStore, StoreOptions
 from kvferry.store.codecs.table import codec_class
 from kvferry.store.eviction.base import EvictionPolicy
 from kvferry.store.eviction.table import eviction_class
@@ -43,6 +43,16 @@ class StoreSpec:
     options: StoreOptions
 
     @property
+    def is_shared(self) -> bool:
+        """True if other instances find the blocks and notes that this one stores."""
+        return issubclass(self.kind, SharedStore)
+
+    @property
+    def has_layers(self) -> bool:
+        """True if the store can read single layers of blocks."""
+        return issubclass(self.kind, LayerStore)
+
+    @property
     def uses_finishes(self) -> bool:
         """True if the store's eviction policy learns from the ends of requests."""
         eviction = getattr(self.options, "eviction", None)
@@ -50,10 +60,9 @@ class StoreSpec:
 
     def make(self, layout: KVLayout, machine: Machine = MACHINE) -> KVStore:
         """The store for one layout; `open` it before use."""
-        store = self.kind(self.url.location, self.options, layout)
-        if machine is not store.machine:
-            store.run_on(machine)
-        return store
+        if machine is MACHINE:
+            return self.kind(self.url.location, self.options, layout)
+        return self.kind(self.url.location, self.options, layout, machine)
 
 
 def find_store(text: str) -> StoreSpec:
@@ -63,7 +72,7 @@ def find_store(text: str) -> StoreSpec:
     kind: type[KVStore] = EXTENSIONS.find(url.scheme, KVStore)
     options = read_options(url, kind.options_type)
     _check_common(url, options)
-    kind.check(url.location, options)
+    options.check(url.location)
     return StoreSpec(url, kind, options)
 
 
@@ -95,10 +104,10 @@ def hand_off_paths(specs: Sequence[StoreSpec], layout: KVLayout) -> list[str]:
     cannot hand off to each other. Equal descriptions may still mean different servers or directories."""
     layout = stored_layout(specs, layout)
     return [
-        f"{spec.kind.shared_name(spec.url.location, spec.options)} with codec {spec.options.codec}"
+        f"{spec.options.shared_name(spec.url.location) or _class_name(spec.kind)} with codec {spec.options.codec}"
         f" and layout {layout.fingerprint()}"
         for spec in specs
-        if spec.kind.is_shared
+        if spec.is_shared
     ]
 
 
@@ -107,3 +116,7 @@ def _check_common(url: StoreUrl, options: StoreOptions) -> None:
     eviction = getattr(options, "eviction", None)
     if eviction is not None:
         eviction_class(eviction)
+
+
+def _class_name(kind: type[KVStore]) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.errors import KvferryError, StoreError
-from kvferry.store.base import Block, KVStore, Put, Read
+from kvferry.store.base import Block, KVStore, LayerStore, Put, Read, SharedStore
 from kvferry.store.breaker import Breaker
 from kvferry.store.copying import copy_bytes
 from kvferry.transport.transfer_loop import TransferLoop
@@ -79,6 +79,16 @@ class Tier:
         self._timeouts: dict[asyncio.Timeout, None] = {}
         self._moving_bytes = 0
         self._last_reads: Sequence[BlockHash] = ()
+
+    @property
+    def is_shared(self) -> bool:
+        """True if other instances find the store's blocks and notes."""
+        return isinstance(self.store, SharedStore)
+
+    @property
+    def has_layers(self) -> bool:
+        """True if the store can read single layers."""
+        return isinstance(self.store, LayerStore)
 
     @property
     def is_up(self) -> bool:
@@ -160,7 +170,8 @@ class Tier:
         return hits
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
-        """`KVStore.get_layer`; all False where `ask` returns `default`."""
+        """`LayerStore.get_layer`; all False where `ask` returns `default`."""
+        assert isinstance(self.store, LayerStore), "see `has_layers`"
         num_bytes = sum(len(into) for _, into in reads)
         call = partial(self.store.get_layer, layer, reads)  # which the loader has made memory of its own for
         return await self._ask(call, [False] * len(reads), self.deadline_s, num_bytes)
@@ -185,11 +196,12 @@ class Tier:
             return [Put.DROPPED] * len(blocks)
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> bool:
-        """`KVStore.write_note`; returns true if the store accepted the note."""
+        """`SharedStore.write_note`; returns true if the store accepted the note."""
+        store = self._shared_store()
 
         async def write() -> bool:
             try:
-                await self.store.write_note(name, content, ttl_s)
+                await store.write_note(name, content, ttl_s)
             except StoreError as error:
                 self._warn_full(error)
                 return False
@@ -199,9 +211,21 @@ class Tier:
         self._set_refused(RefusedWrites(self._refused.block, None if is_stored else (name, content, ttl_s)))
         return is_stored
 
+    async def read_note(self, name: str) -> bytes | None:
+        """`SharedStore.read_note`; None where `ask` returns `default`."""
+        return await self.ask(partial(self._shared_store().read_note, name), None)
+
+    async def remove_note(self, name: str) -> None:
+        """`SharedStore.remove_note`; a note that cannot be removed expires."""
+        await self.ask(partial(self._shared_store().remove_note, name), None)
+
+    def _shared_store(self) -> SharedStore:
+        assert isinstance(self.store, SharedStore), "see `is_shared`"
+        return self.store
+
     def _warn_full(self, error: StoreError) -> None:
         if not self._is_closed:  # by the caller that put it: more room would not help
-            self.store.warn_full(error)
+            self.store.activity.warn_full(error)
 
     def _set_refused(self, refused: RefusedWrites) -> None:
         """Set the refused block and note, and retry them until the store accepts them."""

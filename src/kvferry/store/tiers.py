@@ -26,7 +26,9 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.messages.kept import TierShare
-from kvferry.store.base import Block, BlockRun, Changes, KVStore, Put, Read, StoreOptions
+from kvferry.store.activity import Changes
+from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
+from kvferry.store.block_run import BlockRun
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.table import MAX_TIERS, StoreSpec, stored_layout
 from kvferry.store.tier import Tier
@@ -65,12 +67,17 @@ class TieredStore(KVStore):
             for index, (spec, store) in enumerate(zip(specs, stores, strict=True))
         ]
         self._write = write
-        self._copies = TierCopies(self.tiers, layout, self.count)
+        self._copies = TierCopies(self.tiers, layout, self.activity.count)
 
     @property
-    def has_layers(self) -> bool:  # type: ignore[override]
+    def has_layers(self) -> bool:
         """True if every tier can read single layers."""
-        return all(tier.store.has_layers for tier in self.tiers)
+        return all(tier.has_layers for tier in self.tiers)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if other instances find the blocks and notes of at least one tier."""
+        return any(tier.is_shared for tier in self.tiers)
 
     async def open(self) -> None:
         """Open all tiers that can be opened now. May be called repeatedly.
@@ -223,7 +230,7 @@ class TieredStore(KVStore):
         """Read from the first shared tier that has it. Raises `StoreError` if none has it, and none was reachable."""
         has_answered = False
         for tier in self._shared():
-            note = await tier.ask(partial(tier.store.read_note, name), None)
+            note = await tier.read_note(name)
             if note is not None:
                 return note
             has_answered = has_answered or tier.is_up
@@ -234,7 +241,7 @@ class TieredStore(KVStore):
     async def remove_note(self, name: str) -> None:
         """Remove from all shared tiers; where that fails, the note expires by itself."""
         for tier in self._shared():
-            await tier.ask(lambda tier=tier: _true_after(tier.store.remove_note(name)), False)  # type: ignore[misc]
+            await tier.remove_note(name)
 
     def answers(self, shared: Collection[int]) -> bool:
         """True if at least one of these shared tiers is reachable. `shared`: their indices among the shared tiers."""
@@ -254,11 +261,11 @@ class TieredStore(KVStore):
     def watch(self) -> None:
         """Record changes in every tier."""
         for tier in self.tiers:
-            tier.store.watch()
+            tier.store.activity.watch()
 
     def take_changes(self) -> list[Changes]:
         """The changes of every tier, separately."""
-        return [changes for tier in self.tiers for changes in tier.store.take_changes()]
+        return [changes for tier in self.tiers for changes in tier.store.activity.take_changes()]
 
     def statistics(self) -> dict[str, float]:
         """Sums over all tiers; `tier<number>_<name>` for each if there are several; `tier<number>_healthy` (0 or 1),
@@ -301,7 +308,7 @@ class TieredStore(KVStore):
             raise _unreachable_error(self.tiers)
 
     def _shared(self) -> Sequence[Tier]:
-        shared = [tier for tier in self.tiers if tier.store.is_shared]
+        shared = [tier for tier in self.tiers if tier.is_shared]
         if not shared:
             raise StoreError("no tier of the store is shared with other instances")
         return shared
@@ -330,9 +337,4 @@ def _combined_outcome(outcomes: Sequence[Put]) -> Put:
 
 async def _finish(store: KVStore, hashes: Sequence[BlockHash], num_output_tokens: int) -> bool:
     await store.finish(hashes, num_output_tokens)
-    return True
-
-
-async def _true_after(call: Awaitable[object]) -> bool:
-    await call
     return True

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
-from kvferry.store.base import Block, KVStore, Put, Read
+from kvferry.store.base import Block, KVStore, LayerStore, Put, Read, SharedStore
 from kvferry.store.table import find_stores
 from kvferry.store.tiers import TieredStore
 
@@ -174,7 +174,7 @@ class StoreContract:
 
     def test_layers_one_by_one(self, tmp_path: Path) -> None:
         async def use(store: KVStore) -> None:
-            if not store.has_layers:
+            if not isinstance(store, LayerStore):
                 return
             await store.put([block_of(index) for index in range(3)])
             for layer in range(LAYOUT.num_layers):
@@ -201,9 +201,10 @@ class StoreContract:
 
     def test_notes(self, tmp_path: Path) -> None:
         async def use(store: KVStore) -> None:
-            if not store.is_shared:
+            if not isinstance(store, SharedStore):
                 return
             async with self.opened(tmp_path) as second:
+                assert isinstance(second, SharedStore)
                 await store.remove_note("../a")
                 assert await second.read_note("../a") is None
                 await store.write_note("../a", b"one", 60.0)
@@ -219,7 +220,7 @@ class StoreContract:
 
     def test_blocks_outlive_the_instance_that_put_them(self, tmp_path: Path) -> None:
         async def use(store: KVStore) -> None:
-            if not (store.is_shared and self.outlives_instances):
+            if not (isinstance(store, SharedStore) and self.outlives_instances):
                 return
             async with self.opened(tmp_path) as second:
                 await second.put([block_of(0), block_of(1)])
@@ -241,14 +242,15 @@ class StoreContract:
 
     def test_changes_are_reported(self, tmp_path: Path) -> None:
         async def use(store: KVStore) -> None:
-            store.watch()
+            activity = store if isinstance(store, TieredStore) else store.activity
+            activity.watch()
             await store.put([block_of(0), block_of(1)])
-            stored = [set(changes.stored) for changes in store.take_changes()]
+            stored = [set(changes.stored) for changes in activity.take_changes()]
             assert stored
             assert all(names == {name_of(0), name_of(1)} for names in stored)
             await store.delete([name_of(0)])
-            assert {name for changes in store.take_changes() for name in changes.removed} == {name_of(0)}
-            assert store.take_changes() == []
+            assert {name for changes in activity.take_changes() for name in changes.removed} == {name_of(0)}
+            assert activity.take_changes() == []
 
         self.run(tmp_path, use)
 
@@ -267,7 +269,7 @@ class StoreContract:
                 await asyncio.gather(
                     *(store.put([block]) for block in mine), *(second.put([block]) for block in theirs)
                 )
-                if store.is_shared:
+                if isinstance(store, SharedStore):
                     assert await fetch(store, range(36)) == [True] * 36
 
         self.run(tmp_path, use)

@@ -15,7 +15,7 @@ from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.store.base import BlockRun
+from kvferry.store.block_run import BlockRun
 
 RUNS = (BlockRun(0, 4),)
 PROMPT = list(range(19))

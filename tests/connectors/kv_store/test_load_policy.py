@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvferry.connectors.kv_store.load_policy import STALE_S, LinearCost, LoadMode, LoadPolicy
-from kvferry.store.base import BlockRun, part_of
+from kvferry.store.block_run import BlockRun, part_of
 
 BLOCK_BYTES, BLOCK_TOKENS = 1000, 10
 

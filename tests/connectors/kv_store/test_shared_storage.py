@@ -35,7 +35,8 @@ from kvferry.core.errors import (
 )
 from kvferry.core.messages.hand_off import Produce, Ticket
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.store.base import Changes, Read
+from kvferry.store.activity import Changes
+from kvferry.store.base import Read
 from kvferry.store.eviction.learned import UNKNOWN_OUTPUT
 from kvferry.store.media.file import FileOptions, FileStore
 from kvferry.transport.memory import BlockMemory

@@ -25,7 +25,8 @@ from kvferry.core.clock import SYSTEM_CLOCK, ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
 from kvferry.core.messages.hand_off import PrefillResult
 from kvferry.store.arena import Arena
-from kvferry.store.base import Block, BlockRun, KVStore, Put, Read, StoreOptions
+from kvferry.store.base import Block, KVStore, LayerStore, Put, Read, SharedStore, StoreOptions
+from kvferry.store.block_run import BlockRun
 from kvferry.store.table import find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
@@ -36,10 +37,8 @@ LAYOUT = make_layout(num_layers=2)
 MakeLoader = Callable[..., StoreLoader]
 
 
-class HeldStore(KVStore):
-    """Answers when `gate` is open; fills blocks with 1."""
-
-    has_layers = True
+class HeldStore(SharedStore, LayerStore):
+    """Answers when `gate` is open; fills blocks with 1. As a `TieredStore` with one tier."""
 
     def __init__(self) -> None:
         super().__init__("", StoreOptions(), LAYOUT)
@@ -90,6 +89,18 @@ class HeldStore(KVStore):
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
         self.put_before_note = list(self.puts)
         self.notes[name] = content
+
+    async def runs(self, hashes: Sequence[bytes]) -> list[BlockRun]:
+        return [BlockRun(0, await self.match(hashes))]
+
+    async def prefetch(self, hashes: Sequence[bytes]) -> None:
+        return
+
+    def answers(self, shared: Collection[int]) -> bool:
+        return True
+
+    def takes(self) -> list[int]:
+        return [0]
 
     async def read_note(self, name: str) -> bytes | None:
         return self.notes.get(name)

@@ -52,10 +52,10 @@ class FileStore:
         return bool(self.run(self.inner.delete([block_hash])))
 
     def watch(self) -> None:
-        self.inner.watch()
+        self.inner.activity.watch()
 
     def take_removed(self) -> list[bytes]:
-        return [name for changes in self.inner.take_changes() for name in changes.removed]
+        return [name for changes in self.inner.activity.take_changes() for name in changes.removed]
 
     def path(self, block_hash: bytes) -> Path:
         return Path(self.inner._path(block_hash))

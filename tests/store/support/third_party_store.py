@@ -8,8 +8,6 @@ from kvferry.store.base import Block, KVStore, Put, Read
 class DictStore(KVStore):
     """In this process's memory, unbounded."""
 
-    is_shared = False
-
     async def open(self) -> None:
         self._records: dict[bytes, bytes] = getattr(self, "_records", {})
 
@@ -21,7 +19,7 @@ class DictStore(KVStore):
         for read, there in zip(reads, found, strict=True):
             if there:
                 self.records.decode(memoryview(self._records[read.block_hash]), read.block_hash, read.into)
-        self.count(loaded_blocks=sum(found), missing_blocks=len(found) - sum(found))
+        self.activity.count(loaded_blocks=sum(found), missing_blocks=len(found) - sum(found))
         return found
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
@@ -30,8 +28,8 @@ class DictStore(KVStore):
             new = block.block_hash not in self._records
             self._records[block.block_hash] = b"".join(self.records.encode(block.block_hash, block.layers))
             outcomes.append(Put.STORED if new else Put.PRESENT)
-        self.note_kept(block.block_hash for block in blocks)
-        self.count(stored_blocks=outcomes.count(Put.STORED))
+        self.activity.stored(block.block_hash for block in blocks)
+        self.activity.count(stored_blocks=outcomes.count(Put.STORED))
         return outcomes
 
     async def pin(self, hashes: Sequence[bytes]) -> int:
@@ -42,5 +40,5 @@ class DictStore(KVStore):
 
     async def delete(self, hashes: Sequence[bytes]) -> int:
         there = [name for name in hashes if self._records.pop(name, None) is not None]
-        self.note_removed(there)
+        self.activity.removed(there)
         return len(there)

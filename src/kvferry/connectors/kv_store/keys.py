@@ -20,8 +20,8 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.messages.kv_keys import shares
-from kvferry.store.base import KVStore
 from kvferry.store.key_records import BadKeyRecord, KeyNotes, KeyRecord, explain_mismatch, make_record
+from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import run_together
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class StoredKeys:
 
     # Writing.
 
-    async def write(self, store: KVStore, store_keys: StoreKeys) -> None:
+    async def write(self, store: TieredStore, store_keys: StoreKeys) -> None:
         """Store keys whose blocks were put before. A key with a missing block is not stored, so that no request relies
         on it. Raises `StoreError`, after which some of them may be missing."""
         num_present = await store.match(store_keys.hashes)
@@ -102,7 +102,7 @@ class StoredKeys:
                 len(store_keys.hashes),
             )
 
-    async def _write(self, store: KVStore, store_keys: StoreKeys, key_span: tuple[str, int, int]) -> bool:
+    async def _write(self, store: TieredStore, store_keys: StoreKeys, key_span: tuple[str, int, int]) -> bool:
         key, first, last = key_span
         layout, now_s = store.layout, self._clock.wall()
         hashes = store_keys.hashes[first:last]
@@ -117,7 +117,7 @@ class StoredKeys:
 
     # Reading.
 
-    async def wait(self, stores: Sequence[KVStore], lookup: KeyLookup) -> KeyResult:
+    async def wait(self, stores: Sequence[TieredStore], lookup: KeyLookup) -> KeyResult:
         """Look the keys up in the stores of all ranks, and wait for missing ones until the deadline. There is no wait
         for an unreachable store."""
         result, missing = KeyResult(), list(lookup.keys)
@@ -135,13 +135,13 @@ class StoredKeys:
         return result
 
     async def _look_up(
-        self, stores: Sequence[KVStore], lookup: KeyLookup, result: KeyResult, keys: Sequence[str]
+        self, stores: Sequence[TieredStore], lookup: KeyLookup, result: KeyResult, keys: Sequence[str]
     ) -> list[str]:
         """Look up these keys and add them to the result; returns the missing ones."""
         resolved = await _map_concurrently(partial(self._resolve_key, stores, lookup, result), keys)
         return [key for key, is_resolved in zip(keys, resolved, strict=True) if not is_resolved]
 
-    async def _wait_for(self, stores: Sequence[KVStore], lookup: KeyLookup, key: str) -> bool:
+    async def _wait_for(self, stores: Sequence[TieredStore], lookup: KeyLookup, key: str) -> bool:
         """Wait until one of the missing keys is stored; polling one costs less than polling all. False: the deadline
         has passed."""
         pause_s = FIRST_POLL_S
@@ -152,10 +152,10 @@ class StoredKeys:
                 return True
         return False
 
-    async def _exists(self, store: KVStore, tenant: str, key: str) -> bool:
+    async def _exists(self, store: TieredStore, tenant: str, key: str) -> bool:
         return await store.read_note(self._notes.name(tenant, key, store.layout.tp_rank)) is not None
 
-    async def _resolve_key(self, stores: Sequence[KVStore], lookup: KeyLookup, result: KeyResult, key: str) -> bool:
+    async def _resolve_key(self, stores: Sequence[TieredStore], lookup: KeyLookup, result: KeyResult, key: str) -> bool:
         """Compare a key's record with the prompt. False: the key is missing."""
         try:
             record = await self._read(stores[0], lookup.tenant, key)
@@ -174,7 +174,7 @@ class StoredKeys:
             result.refuse(key, mismatch)
         return True
 
-    async def _read(self, store: KVStore, tenant: str, key: str) -> KeyRecord | None:
+    async def _read(self, store: TieredStore, tenant: str, key: str) -> KeyRecord | None:
         name = self._notes.name(tenant, key, store.layout.tp_rank)
         note = await store.read_note(name)
         return None if note is None else self._notes.open(name, note, self._clock.wall())

@@ -14,7 +14,7 @@ from kvferry.connectors.api import ConnectorContext, Hit, Miss, ScheduledChunk, 
 from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadMode, LoadPolicy
 from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.core.errors import KvferryError, TransferTimeout
-from kvferry.store.base import BlockRun, part_of
+from kvferry.store.block_run import BlockRun, part_of
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.store.base import BlockRun, part_of
+from kvferry.store.block_run import BlockRun, part_of
 
 DECAY = 0.85
 """The weight of a measurement is multiplied by this with each newer one."""

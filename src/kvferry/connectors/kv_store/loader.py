@@ -21,7 +21,8 @@ from kvferry.connectors.kv_store.plan import LoadBlocks
 from kvferry.connectors.reports import Reports
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
-from kvferry.store.base import KVStore, Read
+from kvferry.store.base import Read
+from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class StoreLoader:
 
     def __init__(
         self,
-        store: KVStore,
+        store: TieredStore,
         loop: TransferLoop,
         blocks: BlockBytes,
         num_layers: int,

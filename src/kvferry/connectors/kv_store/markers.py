@@ -26,7 +26,6 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, LayoutMismatch, LeaseEnded, ProtocolError, StoreError
 from kvferry.core.keys import derive
 from kvferry.core.messages.hand_off import OTHER_PROMPT, PrefillResult, prefix_digests
-from kvferry.store.base import KVStore
 from kvferry.store.tiers import TieredStore
 
 MARKER_S = 3600.0
@@ -81,13 +80,13 @@ class Markers:
     def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._key, self._clock = derive(token, "markers"), clock
 
-    async def write(self, store: KVStore, marker: Marker) -> None:
+    async def write(self, store: TieredStore, marker: Marker) -> None:
         """Write a marker, which replaces an earlier one."""
         name = _name(marker.transfer_id, marker.layout.tp_rank)
         body = msgspec.msgpack.encode(msgspec.structs.replace(marker, expires_s=self._clock.wall() + MARKER_S))
         await store.write_note(name, self._code(name, body) + body, MARKER_S)
 
-    async def read(self, store: KVStore, transfer_id: str, rank: int) -> Marker | None:
+    async def read(self, store: TieredStore, transfer_id: str, rank: int) -> Marker | None:
         """A rank's marker; None if there is none yet, or it has expired."""
         name = _name(transfer_id, rank)
         note = await store.read_note(name)
@@ -104,7 +103,7 @@ class Markers:
             raise BadMarker(f"what is under {transfer_id!r} is no marker of a hand-off: {error}") from error
         return marker if self._clock.wall() <= marker.expires_s + SKEW_S else None
 
-    async def remove(self, store: KVStore, transfer_id: str, rank: int) -> None:
+    async def remove(self, store: TieredStore, transfer_id: str, rank: int) -> None:
         """Remove a rank's marker, if it exists."""
         await store.remove_note(_name(transfer_id, rank))
 

@@ -58,7 +58,7 @@ from kvferry.core.messages.instance_facts import TicketKinds
 from kvferry.core.messages.kept import TierShare
 from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.store.base import part_of
+from kvferry.store.block_run import part_of
 from kvferry.store.table import MAX_TIERS, hand_off_paths
 from kvferry.store.tiers import TieredStore
 
@@ -110,9 +110,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         )
         specs = self._settings.specs(context.layout.block_size)
         self._reports_finishes = any(spec.uses_finishes for spec in specs)
-        has_layers = all(spec.kind.has_layers for spec in specs)
+        has_layers = all(spec.has_layers for spec in specs)
         self._choice = LoadChoice(self._settings, context, has_layers=has_layers)
-        self._is_shared = any(spec.kind.is_shared for spec in specs)
+        self._is_shared = any(spec.is_shared for spec in specs)
         self._paths = hand_off_paths(specs, context.layout)
         self._kinds = tuple(f"store: {path}" for path in self._paths)
         self._reachable_paths: list[str] | None = None

@@ -170,7 +170,7 @@ def check_here(config: KVTransferConfig, *, known: bool) -> None:
     started later."""
     for spec in _read(config).specs():
         codec_class(spec.options.codec).require_libraries()
-        spec.kind.check_here(spec.url.location, spec.options)
+        spec.options.check_here(spec.url.location)
 
 
 def lossy_names(config: KVTransferConfig) -> list[str]:

@@ -84,7 +84,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         self._loop.start()
         max_wait_s = MAX_WAIT_S if config.kv_role == "kv_producer" else 0.0
         self._writer = StoreWriter(self._store, self._loop, config.kv_buffer_size, max_wait_s=max_wait_s)
-        if config.produces and any(tier.store.is_shared for tier in self._store.tiers):
+        if config.produces and self._store.is_shared:
             self._producer = MarkerProducer(
                 self._store,
                 self._markers,

@@ -22,13 +22,23 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.access import ACCESS, FileAccess
-from kvferry.store.base import Block, KVStore, Put, Read, StoreBytes, StoreFull, StoreOptions, StoreThreads
+from kvferry.store.base import (
+    Block,
+    LayerStore,
+    Put,
+    Read,
+    SharedStore,
+    StoreBytes,
+    StoreFull,
+    StoreOptions,
+    StoreThreads,
+)
 from kvferry.store.disk import DISK, Disk, NotAFile
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.media.file_notes import NoteFiles
@@ -53,47 +63,17 @@ class FileOptions(StoreOptions, frozen=True, kw_only=True):
     access: Literal["owner", "group"] = "owner"
     threads: StoreThreads = 4
 
-
-class FileStore(KVStore):
-    """A store in a directory, which other processes and machines may share: one file for each block."""
-
-    options_type = FileOptions
-    options: FileOptions
-    ends_calls = True
-    has_layers = True
-
-    def __init__(self, location: str, options: FileOptions, layout: KVLayout) -> None:
-        super().__init__(location, options, layout)
-        self.root = path_of(location)
-        self._folder = self.root / folder_name(layout.fingerprint(), self.records.codec.name)
-        self._access = ACCESS[options.access]
-        self._num_threads = max(1, options.threads)
-        self._local = threading.local()
-        self.run_on(MACHINE)
-
-    def run_on(self, machine: Machine) -> None:
-        super().run_on(machine)
-        options, self._disk = self.options, machine.disk
-        self._threads = machine.threads(self._num_threads, "kvferry-file-store")
-        self._match_threads = machine.threads(4, "kvferry-file-match", moves_blocks=False)
-        """Threads for calls that take no time if the disk answers at all, so that they do not queue behind blocks."""
-        self._notes = NoteFiles(self.root / "notes", self._access, self._disk)
-        block_bytes = self.records.max_record_bytes
-        self._room = FileRoom(self.root, options.max_bytes, options.eviction, block_bytes, disk=self._disk)
-
-    @classmethod
-    def check(cls, location: str, options: Any) -> None:
+    def check(self, location: str) -> None:
         """Raise `ConfigError` unless the location is a path that is not a file."""
         path = path_of(location)
         if path.exists() and not path.is_dir():
             raise ConfigError(f"store file:{location}: {path} is not a directory")
 
-    @classmethod
-    def check_here(cls, location: str, options: Any) -> None:
+    def check_here(self, location: str) -> None:
         """Raise `ConfigError` unless the directory exists or can be made, and this process can write a file there. A
         full disk is not an error."""
         root = path_of(location)
-        _make_folder(DISK, root, root, ACCESS[options.access])
+        _make_folder(DISK, root, root, ACCESS[self.access])
         try:
             tempfile.TemporaryFile(dir=root).close()
         except OSError as error:
@@ -101,9 +81,32 @@ class FileStore(KVStore):
                 return
             raise ConfigError(f"cannot keep KV blocks in {root}: {error.strerror}") from error
 
-    @classmethod
-    def shared_name(cls, location: str, options: Any) -> str:
+    def shared_name(self, location: str) -> str:
+        """Every directory may be the same."""
         return "file"
+
+
+class FileStore(SharedStore, LayerStore):
+    """A store in a directory, which other processes and machines may share: one file for each block."""
+
+    options_type = FileOptions
+    options: FileOptions
+    ends_calls = True
+
+    def __init__(self, location: str, options: FileOptions, layout: KVLayout, machine: Machine = MACHINE) -> None:
+        super().__init__(location, options, layout, machine)
+        self.root = path_of(location)
+        self._folder = self.root / folder_name(layout.fingerprint(), self.records.codec.name)
+        self._access = ACCESS[options.access]
+        self._num_threads = max(1, options.threads)
+        self._local = threading.local()
+        self._disk = machine.disk
+        self._threads = machine.threads(self._num_threads, "kvferry-file-store")
+        self._match_threads = machine.threads(4, "kvferry-file-match", moves_blocks=False)
+        """Threads for calls that take no time if the disk answers at all, so that they do not queue behind blocks."""
+        self._notes = NoteFiles(self.root / "notes", self._access, self._disk)
+        block_bytes = self.records.max_record_bytes
+        self._room = FileRoom(self.root, options.max_bytes, options.eviction, block_bytes, disk=self._disk)
 
     async def open(self) -> None:
         """Make the directory of this layout. Raises `ConfigError` if that fails."""
@@ -228,19 +231,19 @@ class FileStore(KVStore):
                 num_bytes = decode(file, self._scratch())
                 self._disk.touch_open(file)
         except (FileNotFoundError, PermissionError):  # that one may not be read says nothing about the others
-            self.count(missing_blocks=1)
+            self.activity.count(missing_blocks=1)
             self._record_missing(block_hash)
             return False
         except (CorruptBlock, NotAFile) as error:
             log.warning("block %s is removed: %s", path, error)
-            self.count(corrupt_blocks=1)
+            self.activity.count(corrupt_blocks=1)
             self._remove(block_hash)
             return False
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from error
         if num_bytes:
             self._room.accessed(path)
-            self.count(loaded_blocks=1, read_bytes=num_bytes)
+            self.activity.count(loaded_blocks=1, read_bytes=num_bytes)
         return bool(num_bytes)
 
     def _scratch(self) -> memoryview:
@@ -257,18 +260,18 @@ class FileStore(KVStore):
                 outcomes.append(Put.DROPPED if stop.requested else self._put_one(block))
             except OSError as error:
                 if error.errno in FULL:
-                    self.warn_full(StoreFull(f"{self.root}: {error.strerror}"))
-                    self.count(dropped_blocks=1)
+                    self.activity.warn_full(StoreFull(f"{self.root}: {error.strerror}"))
+                    self.activity.count(dropped_blocks=1)
                     outcomes.append(Put.DROPPED)
                     continue
-                self.count(dropped_blocks=len(blocks) - len(outcomes))
+                self.activity.count(dropped_blocks=len(blocks) - len(outcomes))
                 raise StoreError(f"cannot write a block to {self._folder}: {error.strerror}") from error
         return outcomes
 
     def _put_one(self, block: Block) -> Put:
         path = self._path(block.block_hash)
         if self._disk.touch(path):
-            self.count(present_blocks=1)
+            self.activity.count(present_blocks=1)
             self._room.accessed(path)
             self._record_stored(block)
             return Put.PRESENT
@@ -277,22 +280,22 @@ class FileStore(KVStore):
         fits, removed = self._room.admit(num_bytes)
         self._record_evictions(removed)
         if not fits:
-            self.warn_full(StoreFull(f"{self.root}: what is pinned leaves no room within max_bytes"))
-            self.count(dropped_blocks=1)
+            self.activity.warn_full(StoreFull(f"{self.root}: what is pinned leaves no room within max_bytes"))
+            self.activity.count(dropped_blocks=1)
             return Put.DROPPED
         self._disk.write(path, record, self._access, fsync=self.options.fsync)
-        self.count(stored_blocks=1, written_bytes=num_bytes)
+        self.activity.count(stored_blocks=1, written_bytes=num_bytes)
         self._record_stored(block)
         self._record_evictions(self._room.written(path, self._path(block.parent) if block.parent else None, num_bytes))
         return Put.STORED
 
     def _record_evictions(self, removed: Removed) -> None:
-        self.count(evicted_blocks=removed.num_evicted)
-        self.note_removed(self._name(path) for path in removed.missing if path.startswith(str(self._folder)))
+        self.activity.count(evicted_blocks=removed.num_evicted)
+        self.activity.removed(self._name(path) for path in removed.missing if path.startswith(str(self._folder)))
 
     def _record_stored(self, block: Block) -> None:
-        self.note_kept([block.block_hash])
-        if self._watched and self.options.max_bytes is not None:
+        self.activity.stored([block.block_hash])
+        if self.activity.is_watched and self.options.max_bytes is not None:
             self._room.watch(self._path(block.block_hash))
 
     def _name(self, path: str) -> BlockHash:
@@ -300,7 +303,7 @@ class FileStore(KVStore):
 
     def _record_missing(self, block_hash: BlockHash) -> None:
         self._room.removed(self._path(block_hash))
-        self.note_removed([block_hash])
+        self.activity.removed([block_hash])
 
     def _remove(self, block_hash: BlockHash) -> bool:
         was_present = self._disk.remove(self._path(block_hash))

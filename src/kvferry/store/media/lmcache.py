@@ -31,9 +31,9 @@ from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.base import (
     MAX_NOTE_BYTES,
     Block,
-    KVStore,
     Put,
     Read,
+    SharedStore,
     StoreBytes,
     StoreFull,
     StoreOptions,
@@ -64,12 +64,20 @@ class LMCacheOptions(StoreOptions, frozen=True, kw_only=True):
     max_bytes: StoreBytes = 2**32
     pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75
 
+    def check(self, location: str) -> None:
+        """Raise `ConfigError` unless the location has a host and a port."""
+        _address_of(location)
+
+    def shared_name(self, location: str) -> str:
+        """The name of the store with `max_bytes`, because the key of a block depends on it."""
+        return f"lmcache of {self.max_bytes} bytes"
+
 
 _Change = Callable[[list[LMCacheSlot], int], LMCacheSlot]
 """Takes a set's slots and the index of one, and returns what that slot becomes."""
 
 
-class LMCacheStore(KVStore):
+class LMCacheStore(SharedStore):
     """A store in an LMCache server, which other instances may share. `client`: its connections; `sets`: its index."""
 
     options_type = LMCacheOptions
@@ -94,16 +102,6 @@ class LMCacheStore(KVStore):
         self.sets = LMCacheSets(self.client, f"{host}:{port}", name, num_sets, ways)
         self._threads = Threads(2, "kvferry-lmcache-codec")
         self._put_lock = asyncio.Lock()
-
-    @classmethod
-    def check(cls, location: str, options: object) -> None:
-        """Raise `ConfigError` unless the location has a host and a port."""
-        _address_of(location)
-
-    @classmethod
-    def shared_name(cls, location: str, options: LMCacheOptions) -> str:
-        """The name of the store with `max_bytes`, because the key of a block depends on it."""
-        return f"lmcache of {options.max_bytes} bytes"
 
     async def open(self) -> None:
         """Does nothing: the store connects when it is first used, and again when that is needed."""
@@ -136,7 +134,7 @@ class LMCacheStore(KVStore):
         for part in self._parts(blocks):
             outcomes += await self._put(part)
         counts = {"stored_blocks": Put.STORED, "present_blocks": Put.PRESENT, "dropped_blocks": Put.DROPPED}
-        self.count(**{name: outcomes.count(outcome) for name, outcome in counts.items()})
+        self.activity.count(**{name: outcomes.count(outcome) for name, outcome in counts.items()})
         return outcomes
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
@@ -162,7 +160,7 @@ class LMCacheStore(KVStore):
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
         """Empties the slots, which then take no memory on the server."""
-        self.note_removed(hashes)
+        self.activity.removed(hashes)
         return await self._change(hashes, lambda slots, way: LMCacheSlot(), empties=True)
 
     # Notes: time of expiry (8 bytes, Unix time in ms), digest of the name (32 bytes), content.
@@ -207,18 +205,18 @@ class LMCacheStore(KVStore):
 
     def _decode(self, read: Read, record: bytes | DamagedValue | None, stop: Stop) -> bool:
         if record is None or record == b"" or self._holds_another_block(read, record):
-            self.count(missing_blocks=1)
-            self.note_removed([read.block_hash])
+            self.activity.count(missing_blocks=1)
+            self.activity.removed([read.block_hash])
             return False
         try:
             if isinstance(record, DamagedValue):
                 raise CorruptBlock("only a part of it was stored")
             is_hit = self.records.decode(memoryview(record), read.block_hash, read.into, stop.write)
         except CorruptBlock:
-            self.count(corrupt_blocks=1)
-            self.note_removed([read.block_hash])
+            self.activity.count(corrupt_blocks=1)
+            self.activity.removed([read.block_hash])
             return False
-        self.count(loaded_blocks=is_hit, read_bytes=is_hit * len(record))
+        self.activity.count(loaded_blocks=is_hit, read_bytes=is_hit * len(record))
         return is_hit
 
     def _holds_another_block(self, read: Read, record: bytes | DamagedValue) -> bool:
@@ -246,17 +244,17 @@ class LMCacheStore(KVStore):
     async def _put(self, blocks: Sequence[Block]) -> list[Put]:
         async with self._put_lock:
             outcomes, claimed, evicted = await self._claim(blocks)
-            self.note_removed(evicted)
+            self.activity.removed(evicted)
             records = await self._threads.run(lambda stop: [self._encode(block, stop) for block, _ in claimed])
             keys = [self.sets.slot_key(address) for _, address in claimed]
             try:
                 await self.client.put(list(zip(keys, records, strict=True)))
                 await self._add_to_index({address: block.block_hash for block, address in claimed})
             except StoreError:
-                self.count(dropped_blocks=len(claimed))
+                self.activity.count(dropped_blocks=len(claimed))
                 raise
-        self.count(evicted_blocks=len(evicted), written_bytes=sum(map(len, records)))
-        self.note_kept(
+        self.activity.count(evicted_blocks=len(evicted), written_bytes=sum(map(len, records)))
+        self.activity.stored(
             block.block_hash
             for block, outcome in zip(blocks, outcomes, strict=True)
             if outcome is not Put.DROPPED and block.block_hash not in evicted
@@ -304,7 +302,7 @@ class LMCacheStore(KVStore):
                 return Put.PRESENT, way
         free = [way for way, slot in enumerate(slots) if not slot.pinned]
         if not free:
-            self.warn_full(StoreFull("all blocks that share a slot with these are pinned"))
+            self.activity.warn_full(StoreFull("all blocks that share a slot with these are pinned"))
             return Put.DROPPED, 0
         way = min(free, key=lambda way: slots[way].used_s)  # never used: 0; about to be: now
         evicted.discard(block_hash)

@@ -12,7 +12,7 @@ import hashlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -22,7 +22,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.machine import require_memory
 from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.store.arena import Arena, rendezvous_id
-from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions, StoreThreads, require_short_note
+from kvferry.store.base import Block, LayerStore, Put, Read, SharedStore, StoreOptions, StoreThreads, require_short_note
 from kvferry.store.copying import copy_bytes
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.media.memory_index import ArenaSlot, MemoryIndex, table_bytes
@@ -42,8 +42,24 @@ class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
     name: str = "shared"
     threads: StoreThreads = 2
 
+    def check(self, location: str) -> None:
+        """The location is a size, or empty with `num_blocks`."""
+        if location or not self.num_blocks:
+            _size_of(location)
 
-class MemoryStore(KVStore):
+    def check_here(self, location: str) -> None:
+        """Raise `ConfigError` unless the machine has that much memory and swap in all. Whether it is free is not
+        checked, as another instance may have created the arena already."""
+        if location:
+            require_memory(_size_of(location), f"store memory:{location}")
+
+    def shared_name(self, location: str) -> str:
+        """The arena of this machine with this name and size."""
+        size = f"{self.num_blocks} blocks" if self.num_blocks else f"{_size_of(location)} bytes"
+        return f"memory {self.name} of {size} on {rendezvous_id()}"
+
+
+class MemoryStore(SharedStore, LayerStore):
     """A store in memory that the instances of one machine share. `location`: its size, for blocks, index and notes
     together."""
 
@@ -51,10 +67,9 @@ class MemoryStore(KVStore):
     options: MemoryOptions
     ends_calls = True
     medium = "CPU"
-    has_layers = True
 
-    def __init__(self, location: str, options: MemoryOptions, layout: KVLayout) -> None:
-        super().__init__(location, options, layout)
+    def __init__(self, location: str, options: MemoryOptions, layout: KVLayout, machine: Machine = MACHINE) -> None:
+        super().__init__(location, options, layout, machine)
         self._slot_bytes = -(-self.records.max_record_bytes // _ALIGNMENT) * _ALIGNMENT
         size = None if options.num_blocks else _size_of(location)
         self._num_notes = num_notes(size)
@@ -73,29 +88,7 @@ class MemoryStore(KVStore):
         """Slots that were reserved for blocks that were never written; released when the lock is next held."""
         self._index: MemoryIndex
         self._notes: MemoryNotes
-        self.run_on(MACHINE)
-
-    def run_on(self, machine: Machine) -> None:
-        super().run_on(machine)
-        self._threads = machine.threads(max(1, self.options.threads), "kvferry-memory-store")
-
-    @classmethod
-    def check(cls, location: str, options: Any) -> None:
-        """The location is a size, or empty with `num_blocks`."""
-        if location or not options.num_blocks:
-            _size_of(location)
-
-    @classmethod
-    def check_here(cls, location: str, options: Any) -> None:
-        """Raise `ConfigError` unless the machine has that much memory and swap in all. Whether it is free is not
-        checked, as another instance may have created the arena already."""
-        if location:
-            require_memory(_size_of(location), f"store memory:{location}")
-
-    @classmethod
-    def shared_name(cls, location: str, options: Any) -> str:
-        size = f"{options.num_blocks} blocks" if options.num_blocks else f"{_size_of(location)} bytes"
-        return f"memory {options.name} of {size} on {rendezvous_id()}"
+        self._threads = machine.threads(max(1, options.threads), "kvferry-memory-store")
 
     @property
     def num_slots(self) -> int:
@@ -205,8 +198,8 @@ class MemoryStore(KVStore):
                 if slot is not None:
                     self._index.access(slot.number)
         missing = [name for name, slot in zip(hashes, slots, strict=True) if slot is None]
-        self.count(missing_blocks=len(missing))
-        self.note_removed(missing)
+        self.activity.count(missing_blocks=len(missing))
+        self.activity.removed(missing)
         return slots
 
     def _get(self, reads: Sequence[Read], stop: Stop) -> list[bool]:
@@ -219,7 +212,7 @@ class MemoryStore(KVStore):
         except CorruptBlock:
             self._record_damage(read.block_hash, slot)
             return False
-        self.count(loaded_blocks=is_hit, read_bytes=is_hit * slot.length)
+        self.activity.count(loaded_blocks=is_hit, read_bytes=is_hit * slot.length)
         return is_hit
 
     def _get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]], stop: Stop) -> list[bool]:
@@ -237,7 +230,7 @@ class MemoryStore(KVStore):
         except CorruptBlock:
             self._record_damage(block_hash, slot)
             return False
-        self.count(read_bytes=is_hit * len(into))
+        self.activity.count(read_bytes=is_hit * len(into))
         return is_hit
 
     def _record_damage(self, block_hash: BlockHash, slot: ArenaSlot) -> None:
@@ -246,8 +239,8 @@ class MemoryStore(KVStore):
             damaged = self._index.find(block_hash) == slot
             if damaged:
                 self._index.remove(block_hash)
-        self.note_removed([block_hash])
-        self.count(**{"corrupt_blocks" if damaged else "missing_blocks": 1})
+        self.activity.removed([block_hash])
+        self.activity.count(**{"corrupt_blocks" if damaged else "missing_blocks": 1})
 
     def _parts(self, blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
         """Parts of a batch that are small enough for their blocks not to evict one another."""
@@ -263,9 +256,11 @@ class MemoryStore(KVStore):
             self._fill(blocks, taken, outcomes)
         finally:
             self._abandoned.extend(taken.values())
-        self.note_removed(evicted)
-        self.note_kept(block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not Put.DROPPED)
-        self.count(
+        self.activity.removed(evicted)
+        self.activity.stored(
+            block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not Put.DROPPED
+        )
+        self.activity.count(
             evicted_blocks=len(evicted),
             present_blocks=outcomes.count(Put.PRESENT),
             stored_blocks=outcomes.count(Put.STORED),
@@ -312,7 +307,7 @@ class MemoryStore(KVStore):
         for piece in self.records.encode(block.block_hash, block.layers):
             copy_bytes(slot[offset : offset + len(piece)], piece)
             offset += len(piece)
-        self.count(written_bytes=offset)
+        self.activity.count(written_bytes=offset)
         return offset
 
     def _pin(self, hashes: Sequence[BlockHash]) -> int:
@@ -328,7 +323,7 @@ class MemoryStore(KVStore):
             return sum(self._index.pin(block_hash, False) for block_hash in hashes)
 
     def _delete(self, hashes: Sequence[BlockHash]) -> int:
-        self.note_removed(hashes)
+        self.activity.removed(hashes)
         with self._index.locked():
             return sum(self._index.remove(block_hash) for block_hash in hashes)
 

@@ -25,9 +25,9 @@ from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.base import (
     MAX_NOTE_BYTES,
     Block,
-    KVStore,
     Put,
     Read,
+    SharedStore,
     StoreBytes,
     StoreFull,
     StoreOptions,
@@ -59,8 +59,19 @@ class MooncakeOptions(StoreOptions, frozen=True, kw_only=True):
     device_name: str = ""
     metadata: str = "P2PHANDSHAKE"
 
+    def check(self, location: str) -> None:
+        """The location has a host and a port, and Mooncake is installed."""
+        host, colon, port = location.removeprefix("//").rpartition(":")
+        if not (location.startswith("//") and host and colon and port.isdigit()):
+            raise ConfigError(f"store mooncake:{location}: name the master as in mooncake://host:50051")
+        require_library("store mooncake", "mooncake-transfer-engine", "mooncake", ["mooncake.store"])
 
-class MooncakeStore(KVStore):
+    def shared_name(self, location: str) -> str:
+        """Every master may be the same."""
+        return "mooncake"
+
+
+class MooncakeStore(SharedStore):
     """A store in the memory of Mooncake clients. `location`: the master's address, `//host:port`."""
 
     options_type = MooncakeOptions
@@ -76,18 +87,6 @@ class MooncakeStore(KVStore):
         self._pinned: set[BlockHash] = set()
         """The blocks that this instance has pinned, for its share of the memory that it lends. A block may no longer be
         pinned: it may have been lost, or unpinned by another instance."""
-
-    @classmethod
-    def check(cls, location: str, options: Any) -> None:
-        """The location has a host and a port, and Mooncake is installed."""
-        host, colon, port = location.removeprefix("//").rpartition(":")
-        if not (location.startswith("//") and host and colon and port.isdigit()):
-            raise ConfigError(f"store mooncake:{location}: name the master as in mooncake://host:50051")
-        require_library("store mooncake", "mooncake-transfer-engine", "mooncake", ["mooncake.store"])
-
-    @classmethod
-    def shared_name(cls, location: str, options: Any) -> str:
-        return "mooncake"
 
     async def open(self) -> None:
         """Connect. Raises `StoreError` if the master does not answer."""
@@ -138,7 +137,7 @@ class MooncakeStore(KVStore):
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
         """Removes blocks even while others read them."""
-        self.note_removed(hashes)
+        self.activity.removed(hashes)
         self._pinned.difference_update(hashes)
         return await self._threads.run(lambda stop: sum(self._remove(self._key(name)) for name in hashes))
 
@@ -224,7 +223,7 @@ class MooncakeStore(KVStore):
         damaged = [read.block_hash for read, result in zip(reads, results, strict=True) if result is None]
         if damaged:
             await self._threads.run(lambda stop: [self._remove(self._key(name)) for name in damaged])
-            self.note_removed(damaged)
+            self.activity.removed(damaged)
         return [bool(result) for result in results]
 
     def _fetch(self, keys: Sequence[str]) -> tuple[dict[str, int], dict[str, Any]]:
@@ -252,8 +251,8 @@ class MooncakeStore(KVStore):
         key = self._key(read.block_hash)
         buffer, size = buffers.get(key), sizes.get(key, 0)
         if buffer is None and size <= self.records.max_record_bytes:
-            self.count(missing_blocks=1)
-            self.note_removed([read.block_hash])
+            self.activity.count(missing_blocks=1)
+            self.activity.removed([read.block_hash])
             return False
         try:
             if buffer is None:
@@ -261,9 +260,9 @@ class MooncakeStore(KVStore):
             with memoryview(buffer).cast("B") as record:
                 is_hit = self.records.decode(record, read.block_hash, read.into, stop.write)
         except CorruptBlock:
-            self.count(corrupt_blocks=1)
+            self.activity.count(corrupt_blocks=1)
             return None
-        self.count(loaded_blocks=is_hit, read_bytes=is_hit * size)
+        self.activity.count(loaded_blocks=is_hit, read_bytes=is_hit * size)
         return is_hit
 
     def _encode(self, blocks: Sequence[Block], stop: Stop) -> list[tuple[BlockHash, bytes]]:
@@ -276,19 +275,19 @@ class MooncakeStore(KVStore):
     def _put(self, block_hash: BlockHash, record: bytes) -> Put:
         key = self._key(block_hash)
         if self._connected_client.is_exist(key) == EXISTS:
-            self.count(present_blocks=1)
-            self.note_kept([block_hash])
+            self.activity.count(present_blocks=1)
+            self.activity.stored([block_hash])
             return Put.PRESENT
         code = self._connected_client.put(key, record)
         if code in NO_ROOM:
-            self.count(dropped_blocks=1)
-            self.warn_full(StoreFull("no client of the Mooncake Store has room; lend it more (segment_bytes)"))
+            self.activity.count(dropped_blocks=1)
+            self.activity.warn_full(StoreFull("no client of the Mooncake Store has room; lend it more (segment_bytes)"))
             return Put.DROPPED
         if code:
-            self.count(dropped_blocks=1)
+            self.activity.count(dropped_blocks=1)
             raise StoreError(f"the Mooncake Store of the master at {self.location} did not store a block: code {code}")
-        self.count(stored_blocks=1, written_bytes=len(record))
-        self.note_kept([block_hash])
+        self.activity.count(stored_blocks=1, written_bytes=len(record))
+        self.activity.stored([block_hash])
         return Put.STORED
 
     def _pin_all(self, hashes: Sequence[BlockHash]) -> int:
@@ -322,7 +321,7 @@ class MooncakeStore(KVStore):
             return True
         log.warning("the Mooncake Store of the master at %s did not pin or unpin a block: code %d", self.location, code)
         if self._connected_client.put(key, record):  # unchanged, into the room that it had
-            self.note_removed([block_hash])
+            self.activity.removed([block_hash])
         return False
 
     def _remove(self, key: str) -> bool:

@@ -25,8 +25,9 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
-from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreFull, require_short_note
+from kvferry.store.base import MAX_NOTE_BYTES, Block, Put, Read, SharedStore, StoreFull, require_short_note
 from kvferry.store.media.valkey_client import (
+    TlsValkeyOptions,
     ValkeyOptions,
     close_client,
     make_client,
@@ -60,18 +61,17 @@ class Shard:
         return cls(prefix.encode(), tuple(f"{prefix}{name}" for name in ("index", "sizes", "pinned", "total")))
 
 
-class ValkeyStore(KVStore):
+class ValkeyStore(SharedStore):
     """A store in a Valkey or Redis server, which other instances may share: one value for each block."""
 
     options_type = ValkeyOptions
     options: ValkeyOptions
     ends_calls = True
-    tls = False
 
     def __init__(self, location: str, options: ValkeyOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
         self.address = location.rpartition("@")[2].removeprefix("//")
-        self._client = make_client(location, options, tls=self.tls)
+        self._client = make_client(location, options)
         tag, num_shards = f"{layout.fingerprint()}.{options.codec}", 1
         if options.cluster:
             num_shards = MAX_SHARDS
@@ -84,16 +84,6 @@ class ValkeyStore(KVStore):
         self._pin = self._client.register_script(PIN)
         self._unpin = self._client.register_script(UNPIN)
         self._forget = self._client.register_script(FORGET)
-
-    @classmethod
-    def check(cls, location: str, options: Any) -> None:
-        """The location is a host and port, or the path of a socket."""
-        make_client(location, options, tls=cls.tls)
-
-    @classmethod
-    def shared_name(cls, location: str, options: Any) -> str:
-        """The same name for every way to a server: with TLS or without, over a network or a Unix socket."""
-        return "valkey"
 
     async def open(self) -> None:
         """Does nothing: the store connects when it is first used, and again when that is needed."""
@@ -129,14 +119,16 @@ class ValkeyStore(KVStore):
             try:
                 dropped |= await self._put(part)
             except StoreFull as error:
-                self.warn_full(error)
+                self.activity.warn_full(error)
                 dropped |= {block.block_hash for block in part}
         outcomes = [
             Put.PRESENT if size else Put.DROPPED if block.block_hash in dropped else Put.STORED
             for block, size in zip(blocks, sizes, strict=True)
         ]
-        self.count(present_blocks=outcomes.count(Put.PRESENT), stored_blocks=outcomes.count(Put.STORED))
-        self.note_kept(block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not Put.DROPPED)
+        self.activity.count(present_blocks=outcomes.count(Put.PRESENT), stored_blocks=outcomes.count(Put.STORED))
+        self.activity.stored(
+            block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not Put.DROPPED
+        )
         return outcomes
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
@@ -168,7 +160,7 @@ class ValkeyStore(KVStore):
             return count
 
         count = sum(await self._on_each(hashes, delete))
-        self.note_removed(hashes)
+        self.activity.removed(hashes)
         return count
 
     # Notes.
@@ -230,17 +222,17 @@ class ValkeyStore(KVStore):
 
     def _decode(self, read: Read, record: bytes | None, stop: Stop) -> bool:
         if record == b"":
-            self.count(missing_blocks=1)
-            self.note_removed([read.block_hash])
+            self.activity.count(missing_blocks=1)
+            self.activity.removed([read.block_hash])
             return False
         try:
             if record is None:
                 raise CorruptBlock("a value of another type")
             is_hit = self.records.decode(memoryview(record), read.block_hash, read.into, stop.write)
         except CorruptBlock:
-            self.count(corrupt_blocks=1)
+            self.activity.count(corrupt_blocks=1)
             return False
-        self.count(loaded_blocks=is_hit, read_bytes=is_hit * len(record))
+        self.activity.count(loaded_blocks=is_hit, read_bytes=is_hit * len(record))
         return is_hit
 
     async def _put(self, blocks: Sequence[Block]) -> set[BlockHash]:
@@ -253,11 +245,11 @@ class ValkeyStore(KVStore):
             accepted = {name: record for name, record in zip(names, records, strict=True) if name not in evicted}
             await self._set(accepted)
         except StoreError:
-            self.count(dropped_blocks=len(blocks))
+            self.activity.count(dropped_blocks=len(blocks))
             with suppress(StoreError):
                 await self._forget_missing(names)
             raise
-        self.count(written_bytes=sum(map(len, accepted.values())), dropped_blocks=len(blocks) - len(accepted))
+        self.activity.count(written_bytes=sum(map(len, accepted.values())), dropped_blocks=len(blocks) - len(accepted))
         return set(names) - accepted.keys()
 
     def _encode(self, block: Block, stop: Stop) -> bytes:
@@ -296,8 +288,8 @@ class ValkeyStore(KVStore):
 
         answers = await self._on_each(list(bytes_of), use_and_evict)
         evicted = {bytes.fromhex(name.decode()) for names in answers for name in names}
-        self.count(evicted_blocks=len(evicted))
-        self.note_removed(evicted)
+        self.activity.count(evicted_blocks=len(evicted))
+        self.activity.removed(evicted)
         return evicted
 
     async def _pinnable_bytes(self) -> int:
@@ -345,7 +337,7 @@ class ValkeyStore(KVStore):
 class TlsValkeyStore(ValkeyStore):
     """`valkeys://` and `rediss://`: the same over TLS; the server's certificate is verified."""
 
-    tls = True
+    options_type = TlsValkeyOptions
 
 
 def _readable(answers: Sequence[Any]) -> list[Any]:

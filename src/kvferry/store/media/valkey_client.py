@@ -10,7 +10,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -58,9 +58,24 @@ class ValkeyOptions(StoreOptions, frozen=True, kw_only=True):
     tls_cert: str = ""
     tls_key: str = ""
     cluster: bool = False
+    is_tls: ClassVar[bool] = False
+
+    def check(self, location: str) -> None:
+        """The location is a host and port, or the path of a socket."""
+        make_client(location, self)
+
+    def shared_name(self, location: str) -> str:
+        """The same name for every way to a server: with TLS or without, over a network or a Unix socket."""
+        return "valkey"
 
 
-def make_client(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
+class TlsValkeyOptions(ValkeyOptions, frozen=True, kw_only=True):
+    """Those of a scheme with TLS."""
+
+    is_tls: ClassVar[bool] = True
+
+
+def make_client(location: str, options: ValkeyOptions) -> Any:
     """A client of the server at `location`, or of the cluster that it is a node of; connects to nothing yet. Raises
     `ConfigError`."""
     extra: dict[str, Any] = {}
@@ -69,7 +84,7 @@ def make_client(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
             extra["password"] = read_whole(Path(options.password_file)).decode().strip()
         except (ConfigError, UnicodeDecodeError) as error:
             raise ConfigError(f"store: password_file: {error}") from error
-    if tls:
+    if options.is_tls:
         extra |= _tls_files(options) | {"ssl_check_hostname": True}  # else any certificate of the authority would do
     elif options.tls_ca or options.tls_cert or options.tls_key:
         raise ConfigError("store: tls_ca, tls_cert and tls_key are for valkeys:// and rediss://")
@@ -77,7 +92,8 @@ def make_client(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
     if at and address.startswith("/"):
         raise ConfigError("store: no host is named; the password for a socket goes into a file (password_file)")
     location = location[2:] if location.startswith("///") else location
-    scheme = "unix:" if location.startswith("/") and not location.startswith("//") else "valkeys:" if tls else "valkey:"
+    is_socket = location.startswith("/") and not location.startswith("//")
+    scheme = "unix:" if is_socket else "valkeys:" if options.is_tls else "valkey:"
     url = f"{scheme}//{location}" if scheme == "unix:" else scheme + location
     if scheme != "unix:":
         _check_address(location)
