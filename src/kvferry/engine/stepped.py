@@ -21,6 +21,7 @@ from kvferry.core.messages.instance_facts import EventsAddress, InstanceFacts, T
 from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.tasks import Waiter
 from kvferry.engine.core import EngineCore
 from kvferry.engine.statistics import EngineSnapshot
 
@@ -259,19 +260,17 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self._outputs: deque[EngineOutput] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = Waiter()
 
     def put(self, output: EngineOutput) -> None:
         """Queue an output; never waits."""
         self._outputs.append(output)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._waiter.wake()
 
     async def get(self) -> EngineOutput:
         """Wait for the next output."""
         while not self._outputs:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._waiter.wait()
         return self._outputs.popleft()
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from kvferry.core.errors import KvferryError, PeerLost
 from kvferry.core.messages.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_frame, encode_frame, frame_length
+from kvferry.core.tasks import Waiter
 from kvferry.sim.kv import KVContents
 from kvferry.sim.loop import SimLoop, SimProcess
 from kvferry.sim.network import AcceptedSocket, Network, SimTransport
@@ -58,7 +59,7 @@ class _Frames(asyncio.Protocol):
         self.frames: deque[bytes] = deque()
         self.is_over = False
         self._buffer, self._num_unread = bytearray(), 0
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = Waiter()
         self._may_write = asyncio.Event()
         self._may_write.set()
 
@@ -76,12 +77,12 @@ class _Frames(asyncio.Protocol):
             del self._buffer[: HEADER_BYTES + length]
         if self._num_unread > _MAX_UNREAD_BYTES:
             self.transport.pause_reading()
-        self._wake()
+        self._waiter.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_over = True
         self._may_write.set()
-        self._wake()
+        self._waiter.wake()
 
     def pause_writing(self) -> None:
         self._may_write.clear()
@@ -89,17 +90,12 @@ class _Frames(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._may_write.set()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
     async def next(self) -> bytes:
         """The next frame. Raises `PeerLost` if there will be none."""
         while not self.frames:
             if self.is_over:
                 raise PeerLost("the peer closed the connection")
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._waiter.wait()
         frame = self.frames.popleft()
         self._num_unread -= len(frame)
         if self._num_unread <= _MAX_UNREAD_BYTES:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
+from kvferry.core.tasks import BackgroundTasks
 from kvferry.store.base import Block, Put, Read
 from kvferry.store.tier import Tier
 
@@ -33,7 +34,7 @@ class TierCopies:
 
     def __init__(self, tiers: Sequence[Tier], layout: KVLayout, count: Callable[..., None]) -> None:
         self._tiers, self._layout, self._count = tiers, layout, count
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(_log_error)
         self._moving_bytes = 0
         self._moving: set[BlockHash] = set()
         """Blocks that are being promoted or prefetched."""
@@ -48,11 +49,7 @@ class TierCopies:
             with suppress(TimeoutError):
                 async with asyncio.timeout(flush_s):
                     await self._dirty.join()
-            self._flusher.cancel()
-            self._tasks.add(self._flusher)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def statistics(self) -> dict[str, float]:
         """`moving_bytes`: bytes of blocks being copied to higher tiers. `dirty_blocks`: blocks not yet copied to lower
@@ -67,7 +64,7 @@ class TierCopies:
         fresh = [read for read in reads if read.block_hash not in self._moving]
         if fresh and self._may_move(len(fresh)):
             copies = [Block(read.block_hash, [memoryview(bytes(view)) for view in read.into]) for read in fresh]
-            self._start(self._put_above(copies, level))
+            self._tasks.start(self._put_above(copies, level))
 
     async def _put_above(self, blocks: Sequence[Block], level: int) -> None:
         with self._counted_as_moving([block.block_hash for block in blocks]):
@@ -117,17 +114,6 @@ class TierCopies:
             self._moving_bytes -= num_bytes
             self._moving.difference_update(hashes)
 
-    def _start(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        assert isinstance(task, asyncio.Task)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("copying blocks between tiers failed", exc_info=task.exception())
-
     # Downwards.
 
     def flush_later(self, blocks: Sequence[Block]) -> None:
@@ -140,7 +126,7 @@ class TierCopies:
             except asyncio.QueueFull:
                 self._count(unflushed_blocks=1)
         if self._flusher is None:
-            self._flusher = asyncio.create_task(self._flush())
+            self._flusher = self._tasks.start(self._flush())
 
     async def settle(self) -> None:
         """Wait until all blocks of `flush_later` were copied, `SETTLE_S` at most."""
@@ -181,3 +167,7 @@ class TierCopies:
             outcomes = await tier.put(blocks)
             stored = [was or now is not Put.DROPPED for was, now in zip(stored, outcomes, strict=True)]
         self._count(flushed_blocks=sum(stored), unflushed_blocks=len(reads) - sum(stored))
+
+
+def _log_error(error: BaseException) -> None:
+    log.error("copying blocks between tiers failed", exc_info=error)

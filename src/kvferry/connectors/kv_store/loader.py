@@ -21,6 +21,7 @@ from kvferry.connectors.kv_store.plan import LoadBlocks
 from kvferry.connectors.reports import Reports
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
+from kvferry.core.tasks import BackgroundTasks
 from kvferry.store.base import Read
 from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
@@ -90,7 +91,7 @@ class StoreLoader:
         self._concurrency = asyncio.Semaphore(MAX_CONCURRENT_LOADS)
         self._loads: dict[str, _Load] = {}
         self._counts: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         """Steps and their reads, until they end, which may be long after they were abandoned."""
 
     def start(self, load: LoadBlocks) -> None:
@@ -130,7 +131,7 @@ class StoreLoader:
 
     def _start_layerwise(self, step: LayerwiseStep) -> None:
         self._loads |= {load.load.request_id: load for load in step.loads}
-        self._track(asyncio.create_task(self._run_layerwise(step)))
+        self._tasks.start(self._run_layerwise(step))
 
     def _cancel(self, request_id: str) -> None:
         load = self._loads.get(request_id)
@@ -140,11 +141,6 @@ class StoreLoader:
         load.is_cancelled = True
         if load.task is not None:
             load.task.cancel()
-
-    def _track(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _run(self, load: _Load) -> None:
         try:
@@ -159,7 +155,7 @@ class StoreLoader:
             raise
 
     async def _run_layerwise(self, step: LayerwiseStep) -> None:
-        started, read_task = SYSTEM_CLOCK.monotonic(), self._track(asyncio.create_task(self._read_layers(step)))
+        started, read_task = SYSTEM_CLOCK.monotonic(), self._tasks.start(self._read_layers(step))
         try:
             done, _ = await asyncio.wait({read_task}, timeout=self._timeout_s)
             if not done:

@@ -19,6 +19,7 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.core.messages.kept import TierShare
+from kvferry.core.tasks import BackgroundTasks
 from kvferry.store.block_run import BlockRun, joined, part_of
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.tier_copies import BATCH_BLOCKS
@@ -98,7 +99,7 @@ class Prober:
         self._lookups: dict[str, Future[StoreResult]] = {}
         self._num_waiting = 0
         """Number of lookups that wait for a marker, on the loop."""
-        self._prefetch_tasks: set[asyncio.Task[None]] = set()
+        self._prefetch_tasks = BackgroundTasks()
         self._loop: TransferLoop | None = None
 
     def start_lookup(self, request_id: str, lookup: StoreLookup) -> None:
@@ -160,9 +161,7 @@ class Prober:
         await asyncio.gather(*(store.open() for store in self._stores), return_exceptions=True)
 
     async def _close_stores(self) -> None:
-        for task in self._prefetch_tasks:
-            task.cancel()
-        await asyncio.gather(*self._prefetch_tasks, return_exceptions=True)
+        await self._prefetch_tasks.close()
         for store in self._stores:
             await store.close()
 
@@ -182,9 +181,7 @@ class Prober:
             result = StoreResult(error=StoreError(f"looking up blocks in the store failed: {error!r}"))
         result.checked_at = self._clock.monotonic()
         if self._prefetches and result.num_present:
-            task = asyncio.create_task(self._prefetch(lookup.hashes[: result.num_present], result))
-            self._prefetch_tasks.add(task)
-            task.add_done_callback(self._prefetch_tasks.discard)
+            self._prefetch_tasks.start(self._prefetch(lookup.hashes[: result.num_present], result))
         return result
 
     async def _look_up(self, lookup: StoreLookup) -> StoreResult:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Literal, Protocol
 
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
+from kvferry.core.tasks import Waiter
 from kvferry.http.client.connection import AnswerHead, ClientConnection, OutgoingRequest
 from kvferry.http.client.pool import Pool
 from kvferry.http.headers import RawHeaders
@@ -86,7 +87,7 @@ class Call:
         self.paused = False
         """Reading is paused, so that the instance has to wait."""
         self._task: asyncio.Task[None] | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = Waiter()
         self._buffer: bytes | bytearray = b""
         self._max_bytes = 0
         """`_buffer`: received bytes of the body that were not taken; `_max_bytes`: its limit, or 0."""
@@ -169,9 +170,7 @@ class Call:
         self._on_change = None  # breaks a reference cycle with the owner of this call
 
     def _changed(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self._waiter.wake()
         if self._on_change is not None:
             self._on_change()
 
@@ -214,11 +213,7 @@ class Call:
 
     async def changed(self) -> None:
         """Wait for the next change."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        await self._waiter.wait()
 
     async def begun(self) -> None:
         """Wait for the body's first bytes, or its end: until then another instance may answer instead. Raises the

@@ -12,7 +12,7 @@ import logging
 import socket
 import ssl
 
-from kvferry.core.ordered_set import OrderedSet
+from kvferry.core.tasks import BackgroundTasks
 from kvferry.http.server.connection import ServerConnection
 from kvferry.http.server.keys import Side
 from kvferry.http.server.listen import BACKLOG
@@ -31,7 +31,7 @@ class Acceptor:
         self._service, self._side, self._listener, self._context = service, side, listener, context
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
-        self._handshakes: OrderedSet[asyncio.Task[None]] = OrderedSet()
+        self._handshakes = BackgroundTasks()
 
     @property
     def port(self) -> int:
@@ -60,8 +60,7 @@ class Acceptor:
 
     def abort(self) -> None:
         """End the handshakes in progress."""
-        for handshake in self._handshakes:
-            handshake.cancel()
+        self._handshakes.cancel()
 
     def _accept(self) -> bool:
         """Accept one connection; return True if there was one."""
@@ -86,9 +85,7 @@ class Acceptor:
             accepted.close()
             connection.connection_lost(None)
             return
-        task = self._loop.create_task(self._connect(connection, accepted))
-        self._handshakes.add(task)
-        task.add_done_callback(self._handshakes.discard)
+        self._handshakes.add(self._loop.create_task(self._connect(connection, accepted)))
 
     async def _connect(self, connection: ServerConnection, accepted: socket.socket) -> None:
         timeout_s = self._service.config.limits.http_header_s if self._context is not None else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable
 from math import inf
@@ -10,6 +9,7 @@ from math import inf
 import msgspec
 
 from kvferry.core.messages.openai import BodyTooLarge
+from kvferry.core.tasks import Waiter
 from kvferry.http.errors import Unauthorized
 from kvferry.http.message import concat
 
@@ -31,7 +31,7 @@ class Body(msgspec.Struct, eq=False):
     error: Exception | None = None
     """Reason why it will never be complete."""
     _content: bytes | bytearray = b""
-    _waiter: asyncio.Future[None] | None = None
+    _waiter: Waiter = msgspec.field(default_factory=Waiter)
     _signed_sha256: str = ""
     _on_bytes: Callable[[int], None] | None = None
 
@@ -54,8 +54,7 @@ class Body(msgspec.Struct, eq=False):
         if not self.complete:
             self.on_read()
             if self.error is None:
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
+                await self._waiter.wait()
         return self.take()
 
     def take(self) -> bytes:
@@ -98,19 +97,14 @@ class Body(msgspec.Struct, eq=False):
     def end(self) -> None:
         """Record that the body is complete."""
         self.complete = True
-        if self._waiter is not None:
-            self._wake()
+        self._waiter.wake()
 
     def fail(self, error: Exception) -> None:
         """Record that the rest will not come, or is not needed."""
         if self.error is None and not self.complete:
             self.error = error
             self._content = b""
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._waiter.wake()
 
 
 def _any_length(num_bytes: int) -> None:

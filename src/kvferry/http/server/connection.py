@@ -14,6 +14,7 @@ from typing import cast
 
 from kvferry.core.errors import KvferryError, RequestError
 from kvferry.core.messages.openai import error_envelope, internal_error
+from kvferry.core.tasks import Waiter
 from kvferry.http.errors import BadHttp, RequestTimeout
 from kvferry.http.headers import RawHeaders, response_head
 from kvferry.http.server.body import Body
@@ -53,7 +54,7 @@ class ServerConnection(asyncio.Protocol):
         self._waiting: deque[Response] = deque()  # of requests that wait for their turn
         self._current: Response | None = None  # of the request that is answered
         self._task: asyncio.Task[None] | None = None
-        self._wake: asyncio.Future[None] | None = None
+        self._waiter = Waiter()
 
     def _enter(self, state: State) -> None:
         """Set the state and its deadline. The only writer of the state."""
@@ -121,14 +122,12 @@ class ServerConnection(asyncio.Protocol):
                 return self._current
             if self._refusal is not None and not self._waiting:
                 break
-            self._wake = self._service.loop.create_future()
-            await self._wake
+            await self._waiter.wait()
         return None
 
     def _notify(self) -> None:
         """Wake `_next` after a change."""
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+        self._waiter.wake()
 
     # The transport's calls.
 

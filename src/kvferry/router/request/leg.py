@@ -23,6 +23,7 @@ import msgspec
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, PeerLost, TransferError
 from kvferry.core.ordered_set import OrderedSet
+from kvferry.core.tasks import Waiter
 from kvferry.http.client.call import NO_HEAD, Call
 from kvferry.http.errors import AnswerTimeout, Overloaded, Unreachable
 from kvferry.http.headers import RawHeaders, find_header
@@ -81,14 +82,13 @@ class LegChanges(msgspec.Struct, eq=False):
     """Wakes the request that waits for its legs. A change between two waits is not missed."""
 
     _is_set: bool = False
-    _waiter: asyncio.Future[None] | None = None
+    _waiter: Waiter = msgspec.field(default_factory=Waiter)
     _error: Exception | None = None
 
     def notify(self) -> None:
         """Wake the waiter, as a leg has changed."""
         self._is_set = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._waiter.wake()
 
     def fail(self, error: Exception) -> None:
         """Record a fault of the router, which becomes the request's error, and wake the waiter."""
@@ -98,9 +98,8 @@ class LegChanges(msgspec.Struct, eq=False):
     async def wait(self) -> None:
         """Wait for the next change. Raises the error of `fail`."""
         if not self._is_set:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._is_set, self._waiter = False, None
+            await self._waiter.wait()
+        self._is_set = False
         if self._error is not None:
             raise self._error
 
