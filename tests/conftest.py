@@ -37,6 +37,10 @@ ModelMaker = Callable[..., Path]
 gc.disable()
 
 
+os.environ["KVFERRY_VERBOSE"] = "true"
+"""Tests read the log lines that commands write to standard error."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _memory_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Stores in memory are found by their names, which other workers and other runs of the tests use as well."""

@@ -34,6 +34,9 @@ class RecordingDisplay:
     def note(self, text: str) -> None:
         self._tell("note", text)
 
+    def stopping(self, text: str) -> None:
+        self._tell("note", text)
+
     def error(self, text: str) -> None:
         self._tell("note", f"error: {text}")
 

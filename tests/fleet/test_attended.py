@@ -184,7 +184,7 @@ async def test_who_does_not_end_is_killed_when_the_grace_is_over(monkeypatch: py
     assert await end_by(signal.SIGINT, task) == 0
     assert ["both-0", "no"] in display.of("line")
     assert display.of("note") == [
-        ["SIGINT: stopping everything once running answers have ended; Ctrl-C again ends everything now"],
+        ["SIGINT: stopping everything once running answers end; Ctrl-C again ends everything now"],
         ["waiting for both-0"],
         ["killing both-0: not ended within 0.2 s"],
     ]

@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import NoReturn
 
+from kvferry.cli.terminal.display import open_display
+from kvferry.cli.terminal.summary import ServeSummary
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.compiled import report_missing_compiler
 from kvferry.core.machine import require_disk_space
@@ -23,7 +25,7 @@ from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, 
 from kvferry.fleet.control.controller import Controller, End, FleetFailed, LeadershipLost, LetGo, ShutdownRequested
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.router_client import RouterClient
-from kvferry.fleet.display import Display, ReportingDisplay, make_display
+from kvferry.fleet.display import Display, ReportingDisplay
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import PREFIX
 from kvferry.fleet.processes.exit_reason import EXIT_USER_ERROR
@@ -159,8 +161,8 @@ class AttendedFleet:
         match end:
             case ShutdownRequested(number):
                 by = f"{signal.Signals(number).name}: " if number is not None else ""
-                how = " once running answers have ended; Ctrl-C again ends everything now" if is_up else ""
-                self._display.note(f"{by}stopping everything{how}")
+                how = " once running answers end; Ctrl-C again ends everything now" if is_up else ""
+                self._display.stopping(f"{by}stopping everything{how}")
                 return 0
             case LetGo():
                 return 0
@@ -207,11 +209,16 @@ def run_attended(
     grace_s: float,
     ready_fd: int | None,
     log: LogConfig,
+    summary: ServeSummary,
 ) -> int:
     """Run a fleet until SIGINT or SIGTERM, and end all of it; returns the exit code. Raises `ConfigError`."""
-    set_up_logging(log, "supervisor")
+    display: Display
+    if ready_fd is None:
+        display = open_display(log, summary)
+    else:
+        set_up_logging(log, "supervisor")
+        display = ReportingDisplay(ReadyWriter(ready_fd))
     DigestCache()  # logs problems with it once, for all processes
-    display = make_display(log) if ready_fd is None else ReportingDisplay(ReadyWriter(ready_fd))
     attended = AttendedFleet(fleet, make_recipe, display, token=token, grace_s=grace_s)
     code = run_async(attended.run())
     if attended.hangs:

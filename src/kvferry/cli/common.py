@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from cyclopts import Group, Parameter
 
 from kvferry.cli.flags import defaults_of, field_help, flags_of
+from kvferry.cli.terminal.display import open_display
+from kvferry.cli.terminal.summary import ServeSummary, summary_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import http_secret, shared_token
 from kvferry.core.messages.dynamo import SCHEME, parse_endpoint
@@ -17,7 +20,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.registrar import make_registrar
-from kvferry.fleet.display import make_display
+from kvferry.fleet.display import Display
 from kvferry.fleet.processes.ready import ReadyWriter
 from kvferry.fleet.spec.kv_transfer import InstanceRole, require_registrable
 from kvferry.fleet.spec.restart import RestartPolicy
@@ -95,8 +98,8 @@ class Reporter(Protocol):
 class TerminalReporter:
     """Shows the progress at the terminal."""
 
-    def __init__(self, name: str, log: LogConfig) -> None:
-        self._name, self._display, self._started = name, make_display(log), False
+    def __init__(self, name: str, display: Display) -> None:
+        self._name, self._display, self._started = name, display, False
 
     def progress(self, what: str, fraction: float) -> None:
         if not self._started:
@@ -105,6 +108,9 @@ class TerminalReporter:
         self._display.progress(self._name, what, fraction)
 
     def ready(self, about: dict[str, Any]) -> None:
+        if not self._started:
+            self._display.starting([self._name])
+        self._display.ready(self._name, about["url"])
         self._display.up(about["url"])
 
     def close(self) -> None:
@@ -113,14 +119,14 @@ class TerminalReporter:
 
 
 @contextmanager
-def reporting(name: str, ready_fd: int | None, log: LogConfig) -> Iterator[Reporter]:
+def reporting(name: str, ready_fd: int | None, log: LogConfig, summary: ServeSummary) -> Iterator[Reporter]:
     """A reporter to the supervisor if there is one, otherwise to the terminal; sets up logging for a process with that
     name."""
-    set_up_logging(log, name)
     if ready_fd is not None:
+        set_up_logging(log, name)
         yield ReadyWriter(ready_fd)
         return
-    reporter = TerminalReporter(name, log)
+    reporter = TerminalReporter(name, open_display(log, summary, name))
     try:
         yield reporter
     finally:
@@ -164,7 +170,10 @@ def run_engine(
         require_registrable(transfer, registrar.role)
     with without_collections():
         run_instance = resolve(RUN_INSTANCE)
-    with reporting(role if role != "both" else "engine", ready_fd, log) as reporter:
+    name = role if role != "both" else "engine"
+    models = instance.served_model_name or (engine.model,)
+    summary = summary_of("serve" if role == "both" else role, listen, access, models=models)
+    with reporting(name, ready_fd, log, replace(summary, answers_clients=role == "both")) as reporter:
         code: int = run_instance(
             engine=engine,
             transfer=transfer,

@@ -4,6 +4,7 @@ which Ctrl-C must end the process without a traceback."""
 from __future__ import annotations
 
 import signal
+import sys
 from typing import NoReturn
 
 from kvferry.core.streams import prepare_streams
@@ -15,8 +16,13 @@ def main() -> NoReturn:
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:  # and not ignored, as under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from kvferry.cli.main import main as run
     from kvferry.core.process_exit import exit_process
+
+    if len(sys.argv) == 1:
+        from kvferry.cli.home import main as run_home  # which needs no other command
+
+        exit_process(run_home())
+    from kvferry.cli.main import main as run
 
     if is_default:
         signal.signal(signal.SIGINT, signal.default_int_handler)

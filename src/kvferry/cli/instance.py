@@ -25,6 +25,7 @@ from kvferry.cli.common import (
 )
 from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import engine_of, failing
+from kvferry.cli.terminal.summary import summary_of
 from kvferry.core.keys import shared_token
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
@@ -151,4 +152,19 @@ def _run_server(
     )
     recipe.check()
     check_before_start(engine, choice, listen, access)
-    return run_attended(fleet, lambda _: recipe, token="", grace_s=listen.grace_s, ready_fd=ready_fd, log=log)
+    return run_attended(
+        fleet,
+        lambda _: recipe,
+        token="",
+        grace_s=listen.grace_s,
+        ready_fd=ready_fd,
+        log=log,
+        summary=summary_of(
+            role,
+            listen,
+            access,
+            title=f"{engine.model} · one {role} instance · {choice.engine}",
+            models=instance.served_model_name or (engine.model,),
+            answers_clients=False,
+        ),
+    )

@@ -15,6 +15,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 from cyclopts.config import Env
 
 from kvferry import __version__
+from kvferry.cli import home
 from kvferry.cli.cache.command import cache
 from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.demo.command import demo
@@ -70,6 +71,8 @@ Every flag can also be set by an environment variable (`--max-num-seqs` by `KVFE
 """
 
 _IMPORTED_WHEN_USED = {
+    "ask": "kvferry.cli.client.talk:ask",
+    "chat": "kvferry.cli.client.talk:chat",
     "top": "kvferry.cli.watch.top:top",
     **{name: f"kvferry.cli.planning.{name}:{name}" for name in ("simulate", "calibrate", "plan", "why")},
 }
@@ -122,7 +125,9 @@ def main(arguments: list[str] | None = None) -> int:
     _warn_of_unknown_variables()
     try:
         argv = for_engine(sys.argv[1:] if arguments is None else arguments)
-        if not argv or argv[0].startswith("-"):  # help is to say what each command does
+        if not argv:
+            return home.main()
+        if argv[0].startswith("-"):  # help is to say what each command does
             for name in _IMPORTED_WHEN_USED:
                 app[name]
         code = app.meta(argv, exit_on_error=False, print_error=False, result_action="return_value")

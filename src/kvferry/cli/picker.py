@@ -24,6 +24,7 @@ from kvferry.cli.common import (
     reporting,
 )
 from kvferry.cli.flags import complete, defaults_of, flags_of
+from kvferry.cli.terminal.summary import summary_of
 from kvferry.core.errors import MissingDependency
 from kvferry.core.keys import shared_token
 from kvferry.fleet.spec.settings import Listen
@@ -70,5 +71,6 @@ def picker(
     except ImportError as error:
         raise MissingDependency("kvferry picker", "grpcio", "picker") from error
     http = HttpConfig(**http_settings(address, keys, http_limits))
-    with reporting("picker", ready_fd, logs) as reporter:
+    summary = summary_of("picker", address, keys, answers_clients=False)
+    with reporting("picker", ready_fd, logs, summary) as reporter:
         return run_picker(config, own, http, instances, on_ready=reporter.ready)

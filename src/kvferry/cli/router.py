@@ -27,6 +27,7 @@ from kvferry.cli.common import (
 )
 from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import failing
+from kvferry.cli.terminal.summary import ServeSummary, summary_of
 from kvferry.core.keys import shared_token
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.recipe import LocalRecipe
@@ -72,7 +73,7 @@ def router(
     from kvferry.router.server import run_router  # Brings a web server along, which --help does without.
 
     http = HttpConfig(**http_settings(address, keys, http_limits), listeners=listener)
-    with reporting("router", ready_fd, logs) as reporter:
+    with reporting("router", ready_fd, logs, _summary(config, address, keys)) as reporter:
         return run_router(config, http, instances, group=group, page=page_of_router, on_ready=reporter.ready)
 
 
@@ -106,4 +107,18 @@ def _run_several(
         log=log,
         hidden=flag_variables(),
     )
-    return run_attended(fleet, lambda _: recipe, token="", grace_s=listen.grace_s, ready_fd=ready_fd, log=log)
+    return run_attended(
+        fleet,
+        lambda _: recipe,
+        token="",
+        grace_s=listen.grace_s,
+        ready_fd=ready_fd,
+        log=log,
+        summary=_summary(config, listen, access),
+    )
+
+
+def _summary(config: RouterConfig, listen: Listen, access: HttpAccess) -> ServeSummary:
+    num_instances = len(config.prefill_url) + len(config.decode_url)
+    title = f"router of {num_instances} instances" if num_instances else ""
+    return summary_of("router", listen, access, title=title, has_page=config.page and access.admin_port is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 from kvferry.cli.attended import run_attended
@@ -36,7 +37,8 @@ from kvferry.cli.common import (
 )
 from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import FleetSettings, fleet_of, fleet_token, local_recipe
-from kvferry.core.machine import num_cpus, usable_cores
+from kvferry.cli.terminal.summary import ServeSummary, summary_of
+from kvferry.core.machine import has_gpu, num_cpus, usable_cores
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.cpu import parse_cores, thread_variables
@@ -94,8 +96,9 @@ def serve(
 
         kvferry serve MODEL --prefill 2 --decode 2 --backend ray
     """
+    spec = complete(FleetSpec, fleet)
     settings = FleetSettings(
-        spec=complete(FleetSpec, fleet),
+        spec=spec,
         engine=complete(EngineConfig, engine, model=model),
         instance=complete(InstanceSpec, instance),
         router=complete(RouterConfig, router),
@@ -107,6 +110,9 @@ def serve(
         restarts=complete(RestartPolicy, restarts),
         instance_access=complete(InstanceAccess, instance_access),
     )
+    if ready_fd is None:
+        counted = _with_counts(spec, settings.engine, settings.choice, settings.instance)
+        settings = replace(settings, spec=counted)
     if not settings.spec.is_split and settings.choice.engine == "kvferry" and settings.spec.backend == "local":
         return _serve_one(settings, ready_fd)
     token = fleet_token()
@@ -124,7 +130,44 @@ def serve(
             settings.instance.kv_transfer_config,
         )
     return run_attended(
-        desired, make_recipe, token=token, grace_s=settings.listen.grace_s, ready_fd=ready_fd, log=settings.log
+        desired,
+        make_recipe,
+        token=token,
+        grace_s=settings.listen.grace_s,
+        ready_fd=ready_fd,
+        log=settings.log,
+        summary=_summary(settings, is_drawn=settings.spec != spec),
+    )
+
+
+def _with_counts(spec: FleetSpec, engine: EngineConfig, choice: EngineChoice, instance: InstanceSpec) -> FleetSpec:
+    """One prefill and one decode instance where no counts are given, and two cores are there for them. Instances on one
+    machine would share its first GPU, which one instance uses better."""
+    is_open = spec.prefill is None and spec.decode is None and spec.backend == "local" and choice.engine == "kvferry"
+    if not is_open or instance.kv_transfer_config is not None or instance.register or engine.tensor_parallel_size > 1:
+        return spec
+    if engine.device != "cpu" and has_gpu():
+        return spec
+    cores = usable_cores() if spec.cores is None else parse_cores(spec.cores, usable_cores())
+    return replace(spec, prefill=1, decode=1) if min(len(cores), num_cpus()) >= 2 else spec
+
+
+def _summary(settings: FleetSettings, *, is_drawn: bool) -> ServeSummary:
+    spec, engine = settings.spec, settings.choice.engine
+    counts = f"{spec.num_prefill} P + {spec.num_decode} D" if spec.is_split else "one instance"
+    name = "kvferry's engine" if engine == "kvferry" else engine
+    title = f"{settings.engine.model} · {counts} · {name}"
+    if is_drawn:
+        title += "\nOne prefill (P) and one decode (D) instance for two cores; --prefill 0: one."
+    return summary_of(
+        "serve",
+        settings.listen,
+        settings.access,
+        title=title,
+        models=settings.instance.served_model_name or (settings.engine.model,),
+        has_page=(spec.is_split or spec.backend != "local")
+        and settings.router.page
+        and settings.access.admin_port is None,
     )
 
 

@@ -40,10 +40,13 @@ STARTS_NOTHING: frozenset[Command] = frozenset(
         *(("fleet", name) for name in ("list", "add", "drain", "remove", "role")),
         *(("fleet", name) for name in ("status", "scale", "roll", "rollback", "pause", "resume", "delete", "control")),
         *(("cache", name) for name in ("simulate", "ls", "rm", "import", "stat", "verify", "pin", "unpin", "export")),
-        *((name,) for name in ("simulate", "plan", "why", "top")),
+        *((name,) for name in ("simulate", "plan", "why", "top", "ask", "chat")),
     }
 )
 """Commands that start no server, or one whose settings a ledger has."""
+
+_HARMLESS = frozenset({variable_name("verbose")})
+"""Variables that change nothing but what a command shows."""
 
 FROM_A_SPEC = tuple(("fleet", name) for name in ("apply", "run", "render", "recommend"))
 
@@ -54,7 +57,7 @@ def refuse_unread(command: Command, app: App, *, has_file: bool = False) -> None
     reads_spec = command in FROM_A_SPEC
     if reads_spec and has_file:
         raise ConfigError(f"`kvferry {' '.join(command)}` takes its settings from the spec: leave out --config")
-    present = sorted(variables_of(STARTS.get(command, ())).intersection(os.environ))
+    present = sorted((variables_of(STARTS.get(command, ())) - _HARMLESS).intersection(os.environ))
     if not present:
         return
     read, leaf = set[str](), app

@@ -30,9 +30,14 @@ _NAMES = {
     b"sglang:generation_tokens_total": "output_tokens",
 }
 _GAUGES = ("running", "waiting", "kv_used", "held")
-_BUCKETS = (b"vllm:inter_token_latency_seconds_bucket", b"sglang:inter_token_latency_seconds_bucket")
+_HISTOGRAMS = {
+    b"vllm:inter_token_latency_seconds_bucket": "itl",
+    b"sglang:inter_token_latency_seconds_bucket": "itl",
+    b"vllm:time_to_first_token_seconds_bucket": "ttft",
+    b"sglang:time_to_first_token_seconds_bucket": "ttft",
+}
 _LINE = re.compile(
-    rb"^(%b)(?:\{([^}\n]*)\})? ([0-9eE.+-]{1,32})$" % b"|".join(re.escape(name) for name in [*_NAMES, *_BUCKETS]),
+    rb"^(%b)(?:\{([^}\n]*)\})? ([0-9eE.+-]{1,32})$" % b"|".join(re.escape(name) for name in [*_NAMES, *_HISTOGRAMS]),
     re.MULTILINE,
 )
 _EDGE = re.compile(rb'\ble="([0-9eE.+-]{1,24}|\+Inf)"')
@@ -42,10 +47,12 @@ class Figures(msgspec.Struct):
     """The gauges now and the counters since the instance's start; a name that its metrics lack is absent.
 
     `itl`: the number of gaps between two tokens that were at most so many seconds long, by the edge in seconds.
+    `ttft`: the same of times to first token.
     """
 
     values: dict[str, float] = {}
     itl: dict[float, float] = {}
+    ttft: dict[float, float] = {}
 
 
 def read_figures(metrics: bytes) -> Figures:
@@ -59,11 +66,11 @@ def read_figures(metrics: bytes) -> Figures:
             continue
         if not isfinite(value):
             continue
-        if name in _BUCKETS:
-            edge = _EDGE.search(labels)
+        if name in _HISTOGRAMS:
+            edge, buckets = _EDGE.search(labels), getattr(figures, _HISTOGRAMS[name])
             if edge is not None:
                 seconds = float(edge[1])
-                figures.itl[seconds] = figures.itl.get(seconds, 0.0) + value
+                buckets[seconds] = buckets.get(seconds, 0.0) + value
             continue
         key = _NAMES[name]
         before = figures.values.get(key, 0.0)
@@ -82,7 +89,11 @@ def increase(before: Figures, after: Figures) -> Figures:
     if restarted:
         before = Figures()
     values = {name: value - before.values.get(name, 0.0) for name, value in after.values.items() if name not in _GAUGES}
-    return Figures(values, {edge: max(0.0, value - before.itl.get(edge, 0.0)) for edge, value in after.itl.items()})
+    return Figures(values, _grown(before.itl, after.itl), _grown(before.ttft, after.ttft))
+
+
+def _grown(before: dict[float, float], after: dict[float, float]) -> dict[float, float]:
+    return {edge: max(0.0, value - before.get(edge, 0.0)) for edge, value in after.items()}
 
 
 def total(parts: list[Figures]) -> Figures:

@@ -46,6 +46,9 @@ class Display(Protocol):
     def note(self, text: str) -> None:
         """A line of the supervisor."""
 
+    def stopping(self, text: str) -> None:
+        """Everything is being stopped, as a user requested; `text` says by what, and how long it takes."""
+
     def error(self, text: str) -> None:
         """Why everything is stopped."""
 
@@ -89,6 +92,9 @@ class PlainDisplay:
 
     def note(self, text: str) -> None:
         _say(f"kvferry: {text}")
+
+    def stopping(self, text: str) -> None:
+        self.note(text)
 
     def error(self, text: str) -> None:
         self.note(f"error: {text}")
@@ -175,6 +181,9 @@ class BarDisplay:
     def note(self, text: str) -> None:
         self._end_bars()
         self._console.print(Text(f"kvferry: {text}"), soft_wrap=True)
+
+    def stopping(self, text: str) -> None:
+        self.note(text)
 
     def error(self, text: str) -> None:
         self._end_bars()

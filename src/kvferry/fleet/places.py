@@ -12,6 +12,7 @@ from pathlib import Path
 from kvferry.core.errors import ConfigError
 from kvferry.core.private_folder import why_not_private
 from kvferry.core.settings.environment import STATE_DIR
+from kvferry.core.state_folder import state_folder
 from kvferry.fleet.backends.local.backend import memory_folder
 from kvferry.fleet.control.ledger import Ledger
 
@@ -24,22 +25,10 @@ _RUNNING = "running-is"
 _DRAWN = re.compile(rf"{PREFIX}\d+-\w+")
 
 
-def fleets_folder() -> Path:
-    """The folder with a ledger for each fleet. Raises `ConfigError`."""
-    if named := os.environ.get(STATE_DIR):
-        return Path(named).expanduser().absolute()
-    if root := os.environ.get("XDG_STATE_HOME"):
-        return Path(root) / "kvferry"
-    try:
-        return Path.home() / ".local" / "state" / "kvferry"
-    except RuntimeError as error:
-        raise ConfigError(f"this user has no home directory to keep fleets in; name a folder in {STATE_DIR}") from error
-
-
 def ledger_of(name: str) -> Ledger:
     """A fleet's ledger, whether the fleet exists or not. Raises `ConfigError` if it belongs to another user, who could
     make this user start any program."""
-    folder = fleets_folder() / "fleets" / name
+    folder = state_folder() / "fleets" / name
     try:
         owner = folder.stat().st_uid
     except (OSError, ValueError):
@@ -51,7 +40,7 @@ def ledger_of(name: str) -> Ledger:
 
 def fleet_names() -> list[str]:
     """This user's fleets, including those that are being deleted. Raises `ConfigError`."""
-    folder = fleets_folder() / "fleets"
+    folder = state_folder() / "fleets"
     try:
         return sorted(one.name for one in folder.iterdir() if Ledger(one).exists) if folder.is_dir() else []
     except OSError as error:

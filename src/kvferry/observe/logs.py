@@ -44,18 +44,23 @@ class LogConfig:
     log_format: Literal["text", "json"] = "text"
     """Format of the log on standard error: text for people, or json, one object per line, for log collectors."""
 
+    verbose: bool = False
+    """Write log lines to standard error instead of a file. So it is with --log-format json, in a container and under
+    systemd, too."""
+
 
 TEXT = LogConfig()
 """The default: text, from level info on."""
 
 
-def set_up_logging(config: LogConfig, instance: str = "") -> None:
-    """Log to standard error; a second call replaces the first. `instance` is used if no supervisor has named this
-    process."""
+def set_up_logging(config: LogConfig, instance: str = "", handler: logging.Handler | None = None) -> None:
+    """Log to standard error, or to `handler`; a second call replaces the first. `instance` is used if no supervisor has
+    named this process."""
     helper = os.environ.get(_HELPER_VARIABLE, "")
     name = f"{os.environ.get(INSTANCE_VARIABLE) or instance} {helper}".strip()
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(name) if config.log_format == "json" else TextFormatter(helper))
+    if handler is None:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(JsonFormatter(name) if config.log_format == "json" else TextFormatter(helper))
     level = config.log_level.upper()
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)

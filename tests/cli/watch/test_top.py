@@ -8,7 +8,7 @@ import json
 import pytest
 from textual.widgets import DataTable
 
-from kvferry.cli.fleet.command import RouterAddress
+from kvferry.cli.router_address import RouterAddress
 from kvferry.cli.watch.follow import events, find
 from kvferry.cli.watch.top import Top, once
 from kvferry.core.clock import SYSTEM_CLOCK

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -13,6 +11,7 @@ from cyclopts import App, Parameter
 
 from kvferry.cli.fleet.controllers import control
 from kvferry.cli.fleet.life import COMMANDS
+from kvferry.cli.router_address import RouterAddress
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
@@ -78,21 +77,6 @@ app = App(
 )
 for _command in COMMANDS:
     app.command(_command, show=_command is not control)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterAddress:
-    """The router, and the key for it."""
-
-    router: str = "http://127.0.0.1:8000"
-    """URL of the router; with --admin-port, of its admin listener."""
-
-    admin_key: str | None = None
-    """Admin key of the router. Default: requests are signed with KVFERRY_AUTH_TOKEN, or with the token that kvferry
-    keeps for this user on this machine."""
-
-    tls_ca: Path | None = None
-    """Certificate authorities (PEM) of a router at an https:// URL. Default: the system's authorities."""
 
 
 WhereFlags = Annotated[RouterAddress, Parameter(name="*")]

@@ -24,7 +24,7 @@ from kvferry.core.settings.options import unknown_key
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
 from kvferry.fleet.control.controller import LeadershipLost, LetGo, ShutdownRequested
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.display import PlainDisplay
+from kvferry.fleet.display import Display, PlainDisplay
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_folder
 from kvferry.fleet.processes.exit_reason import ERROR_PREFIX
@@ -60,11 +60,11 @@ def control(
     return run_async(reconcile(ledger, waits=wait))
 
 
-async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False) -> int:
+async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, display: Display | None = None) -> int:
     """Run a fleet's controller until a signal. If its heartbeat was late, so that another controller may have taken
     over, it starts again, and waits for the other one. `follows`: as in `Controller`."""
-    fleet, display = ledger.wanted().fleet, PlainDisplay()
-    backend = make_backend(running_folder(ledger), fleet)
+    fleet, display = ledger.wanted().fleet, display or PlainDisplay()
+    backend = make_backend(running_folder(ledger), fleet, display)
     grace_s = grace_of(fleet, serve)
 
     def on_signal(number: int) -> None:
@@ -78,6 +78,7 @@ async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False) -> in
             _restart()
         if isinstance(end, ShutdownRequested):
             await controller.bring_down()
+    display.close()
     if backend.hangs:
         exit_now(0)
     return 0
@@ -99,12 +100,12 @@ def existing_ledger(name: str) -> Ledger:
     return ledger_of(name)
 
 
-def make_backend(folder: Path, fleet: DesiredFleet) -> FleetBackend:
+def make_backend(folder: Path, fleet: DesiredFleet, display: Display | None = None) -> FleetBackend:
     """The fleet's backend, not opened yet. Raises `ConfigError` if it cannot run the
     fleet."""
     token = _token()
     make_recipe = partial(local_recipe, token=token, command=serve)
-    context = BackendContext(folder, make_recipe, PlainDisplay(), token=token)
+    context = BackendContext(folder, make_recipe, display or PlainDisplay(), token=token)
     backend = backend_class(fleet.backend.kind)(context)
     backend.use(fleet)
     return backend

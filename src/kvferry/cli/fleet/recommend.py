@@ -15,10 +15,10 @@ from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import http_secret
 from kvferry.core.process_exit import run_async, shutdown_signals
+from kvferry.core.state_folder import state_folder
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.recommender import Recommender, read_recommended
 from kvferry.fleet.control.router_client import RouterClient
-from kvferry.fleet.places import fleets_folder
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.fleet.spec.spec_file import SpecFile
 from kvferry.http.client.origin import Origin
@@ -61,7 +61,7 @@ def recommend(
 
 
 async def _recommend(spec: SpecFile, routers: tuple[str, ...], *, patches: bool) -> None:
-    folder = fleets_folder() / "recommended" / spec.fleet.name
+    folder = state_folder() / "recommended" / spec.fleet.name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

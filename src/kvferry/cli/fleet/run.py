@@ -13,14 +13,17 @@ from cyclopts import App, Parameter
 
 from kvferry.cli.fleet.controllers import make_backend, reconcile
 from kvferry.cli.fleet.life import require_same_place
+from kvferry.cli.terminal.display import open_display
+from kvferry.cli.terminal.summary import ServeSummary
 from kvferry.core.errors import ConfigError
 from kvferry.core.process_exit import run_async
+from kvferry.fleet.display import Display
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_path
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.fleet.spec.spec_file import SpecFile
 from kvferry.models.digest_cache import DigestCache
-from kvferry.observe.logs import TEXT, set_up_logging
+from kvferry.observe.logs import TEXT, LogConfig, set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,10 @@ def add_to(fleet: App) -> None:
 
 def run(
     spec: Annotated[Path, Parameter(help="The fleet's file (TOML). It is followed when it changes.")],
+    *,
+    verbose: Annotated[
+        bool, Parameter(help="Write log lines to standard error instead of a file.", negative=())
+    ] = False,
 ) -> int:
     """Run a fleet in the foreground, as its file says.
 
@@ -44,16 +51,27 @@ def run(
     the fleet stays as it is. SIGTERM ends the command, and the fleet keeps running.
     """
     set_up_logging(TEXT, "controller")
+    followed = _Followed(spec)
+    fleet = followed.fleet
+    summary = ServeSummary(
+        command=f"fleet-{fleet.name}",
+        title=f"{fleet.name} · {fleet.model} · follows {spec.name}",
+        port=fleet.router.port,
+        models=(fleet.model,),
+        has_page=fleet.router.count != 0 and "--no-page" not in fleet.router.args,
+        end="Ctrl-C ends this command; the fleet goes on (kvferry fleet delete ends it).",
+    )
+    display = open_display(LogConfig(verbose=verbose), summary, "controller")
     DigestCache()
     remove_leftovers()
-    run_async(_run(_Followed(spec)))
+    run_async(_run(followed, display))
     return 0
 
 
-async def _run(followed: _Followed) -> None:
+async def _run(followed: _Followed, display: Display) -> None:
     async with asyncio.TaskGroup() as group:
         following = group.create_task(followed.watch())
-        await reconcile(followed.ledger, waits=True, follows=True)
+        await reconcile(followed.ledger, waits=True, follows=True, display=display)
         following.cancel()
 
 
@@ -64,10 +82,10 @@ class _Followed:
         """Raises `ConfigError` for a file that cannot be followed, unless it could be before: then that holds."""
         self._source = str(path.absolute())  # a link changes with what it points to
         self._file = SpecFile(path, before=self._last_followed())
-        self._fleet = self._file.fleet
-        self.ledger = ledger_of(self._fleet.name)
+        self.fleet = self._file.fleet
+        self.ledger = ledger_of(self.fleet.name)
         try:
-            self._want(self._fleet)
+            self._want(self.fleet)
         except ConfigError as error:
             if not self.ledger.exists or self.ledger.wanted().source != self._source:
                 raise
@@ -87,9 +105,9 @@ class _Followed:
         while True:
             await asyncio.sleep(_POLL_INTERVAL_S)
             fleet = await self._file.follow()
-            if fleet is self._fleet and not self._is_overruled():
+            if fleet is self.fleet and not self._is_overruled():
                 continue
-            self._fleet = fleet
+            self.fleet = fleet
             try:
                 await asyncio.to_thread(self._want, fleet)
             except ConfigError as error:

@@ -9,7 +9,8 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from kvferry.cli.fleet.command import RouterAddress, ask
+from kvferry.cli.fleet.command import ask
+from kvferry.cli.router_address import RouterAddress
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import TRAFFIC_PATH, TrafficReport
 from kvferry.core.settings.bounds import Bounds

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 
-from kvferry.cli.fleet.command import RouterAddress
+from kvferry.cli.router_address import RouterAddress, reachable_url
+from kvferry.cli.running import running_commands
+from kvferry.cli.watch.scrape import scraped_events
 from kvferry.core.errors import ConfigError, KvferryError, ProtocolError, TransferError
 from kvferry.core.keys import http_secret
+from kvferry.dashboard.figures import MAX_METRICS_BYTES, read_figures
 from kvferry.dashboard.routes import FEED_PATH
 from kvferry.fleet.places import fleet_names, ledger_of
 from kvferry.http.client.http_client import HttpClient
@@ -22,8 +26,8 @@ _CONNECT_S, _PROBE_S = 10.0, 1.0
 
 
 async def events(address: RouterAddress) -> AsyncGenerator[bytes]:
-    """The contents of the events of a router's page. Raises `ConfigError` where it serves none or wants a key, and
-    `TransferError` when it is lost."""
+    """The contents of the events of a router's page, or of an instance's metrics as such. Raises `ConfigError` where
+    neither is served or a key is needed, and `TransferError` when it is lost."""
     origin = Origin.parse(address.router, "URL")
     tls = client_context(address.tls_ca) if origin.tls else None
     key = address.admin_key
@@ -34,6 +38,11 @@ async def events(address: RouterAddress) -> AsyncGenerator[bytes]:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await call.begun()
+            if call.status == 404:
+                call.close()
+                async with aclosing(scraped_events(str(origin), lambda: _metrics(client, origin))) as scraped:
+                    async for content in scraped:
+                        yield content
             _require_feed(origin, call.status)
             rest = b""
             async for piece in call.pieces():
@@ -55,33 +64,47 @@ def _require_feed(origin: Origin, status: int) -> None:
             return
         case 401 | 403:
             raise ConfigError(f"{origin} needs its admin key: add --admin-key KEY, or set KVFERRY_ADMIN_KEY")
-        case 404:
-            raise ConfigError(
-                f"{origin} serves no page: it is no router of kvferry's, has --no-page, or serves it on its admin port"
-            )
         case _:
             raise ConfigError(f"{origin} answers {status} to GET {FEED_PATH}")
 
 
+async def _metrics(client: SignedClient, origin: Origin) -> bytes:
+    """The server's text of metrics. Raises `ConfigError` where it serves none, and `TransferError`."""
+    status, _, text = await client.ask(
+        origin, "GET", "/metrics", purpose="operate", timeout_s=_CONNECT_S, max_bytes=MAX_METRICS_BYTES
+    )
+    if status in (401, 403):
+        _require_feed(origin, status)
+    if status != 200:
+        raise ConfigError(f"{origin} serves neither a page nor /metrics: --no-page, or it has an admin port for them")
+    return text
+
+
 def candidates() -> list[str]:
-    """The URLs of this user's fleets, then of this machine's usual ports."""
+    """The URLs of this user's fleets and commands, the newest first, then of this machine's usual ports."""
     urls = []
     for name in fleet_names():
         status = ledger_of(name).status()
         if status is not None:
             urls.append(status.url)
+    urls += [reachable_url(record.url) for record in reversed(running_commands())]
     return [*dict.fromkeys([*filter(None, urls), *(f"http://127.0.0.1:{port}" for port in PORTS)])]
 
 
 async def find(urls: Iterable[str]) -> str:
-    """The first of these URLs at which a page is served. Raises `ConfigError` if there is none."""
+    """The first of these URLs at which a page or an engine's metrics are served. Raises `ConfigError` if
+    there is none."""
 
     async def serves(http: HttpClient, url: str) -> bool:
         try:
-            status, _, _ = await http.ask(Origin.parse(url), "GET", "/", timeout_s=_PROBE_S)
+            origin = Origin.parse(url)
+            status, _, _ = await http.ask(origin, "GET", "/", timeout_s=_PROBE_S)
+            if status == 200:
+                return True
+            status, _, text = await http.ask(origin, "GET", "/metrics", timeout_s=_PROBE_S)
         except (KvferryError, ValueError):
             return False
-        return status == 200
+        return status == 200 and bool(read_figures(text).values)
 
     tried = list(urls)
     async with HttpClient(client_name="this command") as http:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from textual.app import App, ComposeResult
 from textual.widgets import DataTable, Footer, Static
 
-from kvferry.cli.fleet.command import RouterAddress
+from kvferry.cli.router_address import RouterAddress
 from kvferry.cli.watch.follow import candidates, events, find
 from kvferry.cli.watch.state import WatchedState
 from kvferry.core.clock import SYSTEM_CLOCK

@@ -81,7 +81,8 @@ class FleetSpec:
     """How many instances of which role run on this machine."""
 
     prefill: CountOrZero | None = None
-    """Number of prefill instances. With neither prefill nor decode instances, one instance does both phases."""
+    """Number of prefill instances. With neither --prefill nor --decode, one of each where there are two cores and no
+    GPU, else one instance that does both phases; 0: one instance that does both."""
 
     decode: CountOrZero | None = None
     """Number of decode instances. If only one of --prefill and --decode is given, the other is 1."""
