@@ -17,9 +17,11 @@ from cyclopts.config import Env
 from kvferry import __version__
 from kvferry.cli import home
 from kvferry.cli.cache.command import cache
+from kvferry.cli.completion import add_completion
 from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.demo.command import demo
 from kvferry.cli.fleet.command import app as fleet
+from kvferry.cli.fleet.init import add_to as add_init_to
 from kvferry.cli.fleet.recommend import add_to as add_recommend_to
 from kvferry.cli.fleet.render import add_to as add_render_to
 from kvferry.cli.fleet.run import add_to as add_run_to
@@ -72,7 +74,10 @@ Every flag can also be set by an environment variable (`--max-num-seqs` by `KVFE
 
 _IMPORTED_WHEN_USED = {
     "ask": "kvferry.cli.client.talk:ask",
+    "bench": "kvferry.cli.client.bench:bench",
     "chat": "kvferry.cli.client.talk:chat",
+    "doctor": "kvferry.cli.doctor.command:doctor",
+    "status": "kvferry.cli.watch.status:status",
     "top": "kvferry.cli.watch.top:top",
     **{name: f"kvferry.cli.planning.{name}:{name}" for name in ("simulate", "calibrate", "plan", "why")},
 }
@@ -92,9 +97,12 @@ app.command(picker, sort_key=5)
 app.command(demo, sort_key=6)
 add_render_to(fleet)
 add_run_to(fleet)
+add_init_to(fleet)
 add_recommend_to(fleet)
 app.command(fleet)
 app.command(cache)
+add_completion(app)
+app.command("kvferry.cli.client.record:trace", name="trace", sort_key=11)
 for sort_key, (name, function) in enumerate(_IMPORTED_WHEN_USED.items(), 8):
     app.command(function, name=name, sort_key=sort_key)
 

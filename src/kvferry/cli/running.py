@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ _MAX_BYTES = 65536
 
 class RunningCommand(msgspec.Struct, frozen=True):
     """One command that serves. `started`: its process's start time, in ticks since boot; `since`: seconds since 1970;
-    `log`: its log file, empty if the log went elsewhere."""
+    `log`: its log file, empty if the log went elsewhere; `instances`: their names."""
 
     pid: int
     started: int
@@ -30,6 +30,7 @@ class RunningCommand(msgspec.Struct, frozen=True):
     title: str = ""
     models: tuple[str, ...] = ()
     log: str = ""
+    instances: tuple[str, ...] = ()
 
 
 def running_commands() -> list[RunningCommand]:
@@ -56,7 +57,14 @@ def _read_all() -> Iterator[RunningCommand]:
                 path.unlink()
 
 
-def write_record(command: str, url: str, title: str, models: tuple[str, ...], log: Path | None) -> Path | None:
+def write_record(
+    command: str,
+    url: str,
+    title: str,
+    models: tuple[str, ...],
+    log: Path | None,
+    instances: tuple[str, ...] = (),
+) -> Path | None:
     """Record that this process serves at `url`; the file to remove at its end. None: no file can be written."""
     pid = os.getpid()
     record = RunningCommand(
@@ -68,6 +76,7 @@ def write_record(command: str, url: str, title: str, models: tuple[str, ...], lo
         title.partition("\n")[0],
         models,
         "" if log is None else str(log),
+        instances,
     )
     with suppress(OSError, ConfigError):
         folder = _folder()
@@ -89,15 +98,21 @@ class RecordedDisplay:
     def __init__(self, inner: Any, command: str, title: str, models: tuple[str, ...], log: Path | None) -> None:
         self._inner, self._about = inner, (command, title, models, log)
         self._path: Path | None = None
+        self._names: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def members(self, urls: Mapping[str, str]) -> None:
+        """The instances with their addresses."""
+        self._names = tuple(urls)
+        self._inner.members(urls)
 
     def up(self, url: str) -> None:
         """Everything serves, at `url`."""
         command, title, models, log = self._about
         if self._path is None:
-            self._path = write_record(command, url, title, models, log)
+            self._path = write_record(command, url, title, models, log, self._names)
         self._inner.up(url)
 
     def close(self) -> None:

@@ -37,10 +37,14 @@ STARTS: Mapping[Command, tuple[Any, ...]] = {
 
 STARTS_NOTHING: frozenset[Command] = frozenset(
     {
-        *(("fleet", name) for name in ("list", "add", "drain", "remove", "role")),
+        *(("fleet", name) for name in ("list", "add", "drain", "remove", "role", "init")),
         *(("fleet", name) for name in ("status", "scale", "roll", "rollback", "pause", "resume", "delete", "control")),
         *(("cache", name) for name in ("simulate", "ls", "rm", "import", "stat", "verify", "pin", "unpin", "export")),
-        *((name,) for name in ("simulate", "plan", "why", "top", "ask", "chat")),
+        ("trace", "record"),
+        *(
+            (name,)
+            for name in ("simulate", "plan", "why", "top", "bench", "completion", "doctor", "status", "ask", "chat")
+        ),
     }
 )
 """Commands that start no server, or one whose settings a ledger has."""

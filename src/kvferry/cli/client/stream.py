@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
+from kvferry.cli.text import printable
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError, KvferryError, Unavailable
 from kvferry.core.messages.timeline import Timeline
@@ -214,8 +215,3 @@ def _refusal(status: int, content: bytes) -> str:
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError, RecursionError):
         message = content[:200].decode(errors="replace")
     return f"it answers {status}: {printable(str(message))[:300]}"
-
-
-def printable(text: str) -> str:
-    """The text without control characters, which a terminal would obey; line breaks and tabs stay."""
-    return "".join(character for character in text if character in "\n\t" or character.isprintable())

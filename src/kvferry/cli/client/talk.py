@@ -9,19 +9,25 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from kvferry.cli import completion
 from kvferry.cli.client.stream import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     OpenAIClient,
     Reply,
     ServedModel,
-    printable,
 )
+from kvferry.cli.text import milliseconds, printable
 from kvferry.cli.watch.follow import candidates, find
 from kvferry.core.errors import ConfigError, KvferryError, Unavailable
 from kvferry.core.process_exit import run_async
 
-Url = Annotated[str | None, Parameter(help="URL of a server. Default: one of this user's, or of ports 8000 to 8015.")]
+Url = Annotated[
+    str | None,
+    Parameter(
+        help="URL of a server. Default: one of this user's, or of ports 8000 to 8015.", completer=completion.urls
+    ),
+]
 Model = Annotated[str | None, Parameter(help="Name of the model. Default: the server's first.")]
 MaxTokens = Annotated[int, Parameter(help="Most tokens of an answer.")]
 Temperature = Annotated[float, Parameter(help="0: always the likeliest token.")]
@@ -205,11 +211,11 @@ def _print(text: str) -> None:
 def summary_lines(reply: Reply, path: str) -> list[str]:
     """The figures of an answer, in lines of at most 80 columns."""
     lines = []
-    parts = [] if reply.ttft_s is None else [f"TTFT {_ms(reply.ttft_s)}"]
+    parts = [] if reply.ttft_s is None else [f"TTFT {milliseconds(reply.ttft_s)}"]
     if reply.itl_s:
         parts.append(f"{1 / reply.itl_s:.0f} tok/s")
     if gaps := reply.gaps_s:
-        parts.append(f"gaps {_ms(statistics.median(gaps))}, longest {_ms(max(gaps))}")
+        parts.append(f"gaps {milliseconds(statistics.median(gaps))}, longest {milliseconds(max(gaps))}")
     if path:
         parts.append(path)
     if parts:
@@ -240,9 +246,5 @@ def _phases(reply: Reply) -> str:
     for name, seconds in spans.items():
         if seconds > 0:
             bar = "═" * round(_BAR_COLUMNS * seconds / total)
-            parts.append(f"{name} {_ms(seconds)}" + (f" {bar}" if bar else ""))
+            parts.append(f"{name} {milliseconds(seconds)}" + (f" {bar}" if bar else ""))
     return " ─ ".join(parts)[:78]
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"

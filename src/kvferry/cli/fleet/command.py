@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from cyclopts import App, Parameter
 
+from kvferry.cli import completion
 from kvferry.cli.fleet.controllers import control
 from kvferry.cli.fleet.life import COMMANDS
 from kvferry.cli.router_address import RouterAddress
@@ -82,7 +83,9 @@ for _command in COMMANDS:
 WhereFlags = Annotated[RouterAddress, Parameter(name="*")]
 _HERE = RouterAddress()
 RoleArgument = Annotated[Role, Parameter(help="The role in which the router uses the instance.")]
-Name = Annotated[str, Parameter(help="An instance's name or URL, as in `kvferry fleet list`.")]
+Name = Annotated[
+    str, Parameter(help="An instance's name or URL, as in `kvferry fleet list`.", completer=completion.instances)
+]
 
 
 @app.command(name="list")

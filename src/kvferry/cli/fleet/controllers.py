@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
+from kvferry.cli import completion
 from kvferry.cli.attended import controlling, exit_now
 from kvferry.cli.fleet_settings import grace_of, local_recipe
 from kvferry.cli.serve import serve
@@ -41,7 +42,7 @@ _KILLED_S = 10.0
 _LOG = "controller.log"
 _MAX_LOG_BYTES = 16 * 2**20
 
-Fleet = Annotated[str, Parameter(help="Name of the fleet, as in its spec.")]
+Fleet = Annotated[str, Parameter(help="Name of the fleet, as in its spec.", completer=completion.fleets)]
 
 
 def control(

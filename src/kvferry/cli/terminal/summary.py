@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvferry.cli.router_address import WILDCARDS, reachable_url
+from kvferry.cli.text import shortened
 from kvferry.fleet.spec.settings import Listen
 from kvferry.http.server.config import HttpAccess
 
@@ -83,11 +84,3 @@ def _own_address() -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return ""
-
-
-def shortened(path: Path) -> str:
-    """The path with ~ for the home directory."""
-    try:
-        return f"~/{path.relative_to(Path.home())}"
-    except (ValueError, RuntimeError):
-        return str(path)

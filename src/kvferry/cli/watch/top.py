@@ -16,6 +16,7 @@ from rich.markup import escape
 from textual.app import App, ComposeResult
 from textual.widgets import DataTable, Footer, Static
 
+from kvferry.cli import completion
 from kvferry.cli.router_address import RouterAddress
 from kvferry.cli.watch.follow import candidates, events, find
 from kvferry.cli.watch.state import WatchedState
@@ -31,7 +32,11 @@ _AGAIN_S = 2.0
 
 def top(
     url: Annotated[
-        str | None, Parameter(help="URL of a router. Default: one of this user's fleets, or of ports 8000 to 8015.")
+        str | None,
+        Parameter(
+            help="URL of a router. Default: one of this user's fleets, or of ports 8000 to 8015.",
+            completer=completion.urls,
+        ),
     ] = None,
     *,
     json: Annotated[bool, Parameter(help="Print the figures once, as JSON, after one update.")] = False,

@@ -1,0 +1,162 @@
+"""An open-loop load: requests are sent at their times, whatever has become of those before."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.cli.client.stream import COMPLETIONS_PATH, OpenAIClient, Reply, ServedModel
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
+from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.http.headers import RawHeaders
+from kvferry.sim.targets import Targets
+from kvferry.sim.traffic import Arrival, TracePrompt
+
+MAX_OPEN = 4096
+"""Requests that are under way at one time; at more, the server is lost anyway, and further ones fail at once."""
+AGGREGATED: RawHeaders = [(b"x-kvferry-aggregate", b"1")]
+_POOL_TEXT = (
+    "The quick brown fox jumps over the lazy dog while seven wise owls count stars above the quiet harbour, and every"
+    " traveller who crosses the river at dawn pays the old ferryman with a story, a song or a small silver coin."
+)
+_MIN_POOL = 8
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One request of the load and its outcome. `late_s`: how long after its time it was sent; `reply`: None if it
+    failed, as `error` says."""
+
+    arrival: Arrival
+    late_s: float
+    reply: Reply | None
+    error: str = ""
+
+
+@dataclass
+class LoadResult:
+    """The outcomes of a load of `seconds`."""
+
+    seconds: float
+    sent: list[Sent] = field(default_factory=list)
+
+    @property
+    def answered(self) -> list[Reply]:
+        """The complete answers."""
+        return [one.reply for one in self.sent if one.reply is not None and not one.reply.error and one.reply.ttft_s]
+
+    def figures(self, targets: Targets) -> dict[str, Any]:
+        """All figures, times in ms. `goodput`: answers within the targets a second; `share`: of all requests."""
+        replies = self.answered
+        within = sum(
+            targets.met_by(reply.ttft_s or 0.0, reply.end_s - reply.begun_s, max(1, reply.num_tokens))
+            for reply in replies
+        )
+        return {
+            "requests": len(self.sent),
+            "failed": len(self.sent) - len(replies),
+            "seconds": self.seconds,
+            "request_rate": len(self.sent) / self.seconds,
+            "input_tokens_per_s": sum(reply.prompt_tokens for reply in replies) / self.seconds,
+            "output_tokens_per_s": sum(reply.num_tokens for reply in replies) / self.seconds,
+            "ttft_ms": quantiles([reply.ttft_s or 0.0 for reply in replies]),
+            "itl_ms": quantiles([gap for reply in replies for gap in reply.gaps_s]),
+            "e2e_ms": quantiles([reply.end_s - reply.begun_s for reply in replies]),
+            "within_targets": within / len(self.sent) if self.sent else 0.0,
+            "goodput": within / self.seconds,
+            "longest_delay_ms": 1000 * max((one.late_s for one in self.sent), default=0.0),
+        }
+
+
+def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """P50, P90, P99 and the longest of these times, in ms; None: there are none."""
+    ordered = sorted(seconds)
+    if not ordered:
+        return None
+    points = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    return {name: 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in points.items()}
+
+
+def poisson(rate: float, seconds: float, prompt_tokens: int, answer_tokens: int, seed: int) -> list[Arrival]:
+    """Requests at random times, `rate` a second on average."""
+    numbers, at_s, arrivals = random.Random(seed), 0.0, []
+    while (at_s := at_s + numbers.expovariate(rate)) < seconds:
+        arrivals.append(Arrival(at_s, prompt_tokens, answer_tokens))
+    return arrivals or [Arrival(0.0, prompt_tokens, answer_tokens)]
+
+
+class Load:
+    """Sends a trace to one server. The tokens of its prompts are the server's own tokens of an English text, drawn with
+    `seed`; prompts that share blocks in the trace share them here."""
+
+    def __init__(self, client: OpenAIClient, model: ServedModel, seed: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._client, self._model, self._seed, self._clock = client, model, seed, clock
+        self._pool: list[int] = []
+
+    async def prepare(self) -> None:
+        """Ask the server for tokens, and answer one request before it counts. Raises `KvferryError`."""
+        try:
+            tokens = (await self._client.post("/tokenize", {"model": self._model.name, "prompt": _POOL_TEXT}))["tokens"]
+            self._pool = sorted({int(token) for token in tokens})
+        except (KvferryError, KeyError, TypeError, ValueError):
+            self._pool = []
+        if self._pool and len(self._pool) < _MIN_POOL:
+            raise ConfigError(f"{self._client.origin}: /tokenize has too few tokens of an English text")
+        await self._client.stream(COMPLETIONS_PATH, self._body(Arrival(0.0, 16, 2), -1))
+
+    async def run(
+        self,
+        arrivals: Sequence[Arrival],
+        headers: RawHeaders = [],  # noqa: B006 - never changed
+        on_done: Callable[[Sent], object] = lambda sent: None,
+    ) -> LoadResult:
+        """Send the requests at their times, and wait for all answers."""
+        begun, outcomes = self._clock.monotonic(), list[Sent]()
+        under_way = set[asyncio.Task[None]]()
+
+        async def send(arrival: Arrival, number: int) -> None:
+            late_s = self._clock.monotonic() - begun - arrival.at_s
+            try:
+                reply = await self._client.stream(COMPLETIONS_PATH, self._body(arrival, number), headers=headers)
+                outcome = Sent(arrival, late_s, reply, reply.error)
+            except KvferryError as error:
+                outcome = Sent(arrival, late_s, None, str(error))
+            outcomes.append(outcome)
+            on_done(outcome)
+
+        try:
+            for number, arrival in enumerate(arrivals):
+                await asyncio.sleep(max(0.0, begun + arrival.at_s - self._clock.monotonic()))
+                if len(under_way) >= MAX_OPEN:
+                    outcomes.append(Sent(arrival, 0.0, None, f"{MAX_OPEN} requests were under way"))
+                    continue
+                task = asyncio.create_task(send(arrival, number))
+                under_way.add(task)
+                task.add_done_callback(under_way.discard)
+            await asyncio.gather(*under_way)
+        finally:
+            for task in under_way:
+                task.cancel()
+        return LoadResult(max(self._clock.monotonic() - begun, 1e-9), outcomes)
+
+    def _body(self, arrival: Arrival, number: int) -> dict[str, Any]:
+        limit = self._model.max_tokens
+        answer = max(1, arrival.answer_tokens)
+        length = arrival.prompt_tokens if limit is None else max(1, min(arrival.prompt_tokens, limit - answer - 1))
+        prompt: Any
+        if self._pool:
+            drawn = TracePrompt(arrival, number, self._seed, len(self._pool))[:length]
+            prompt = [self._pool[index] for index in drawn]
+        else:
+            words = random.Random(f"{self._seed} {number}")
+            prompt = " ".join(words.choice(_POOL_TEXT.split()) for _ in range(length))
+        return {
+            "model": self._model.name,
+            "prompt": prompt,
+            "max_tokens": answer,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
