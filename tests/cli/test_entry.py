@@ -31,7 +31,7 @@ def test_ctrl_c_during_imports_ends_without_a_traceback(ignored: bool, tmp_path:
     ignore = f"import signal; signal.signal(signal.SIGINT, signal.{handler}); "
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", ignore + ENTRY],
+        [sys.executable, "-c", ignore + ENTRY, "fleet"],
         check=False,
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
@@ -84,7 +84,7 @@ kvferry.cli.main.main = run
 entry.main()
 """
     done = subprocess.run(
-        ["bash", "-c", f'"$0" -c "$CODE" {closed}', sys.executable],
+        ["bash", "-c", f'"$0" -c "$CODE" fleet {closed}', sys.executable],
         check=False,
         env={**os.environ, "CODE": code},
         stdin=subprocess.DEVNULL,

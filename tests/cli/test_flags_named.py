@@ -22,6 +22,8 @@ OWN = {"--config", "--help", "--version", "--ready-fd", "--group", "--listener"}
 """Of every command, or shown by none."""
 
 FOREIGN = {
+    # docker's and nvidia-smi's
+    "--shm-size", "--query-gpu", "--format",
     # vLLM's, SGLang's and Dynamo's
     "--disaggregation-mode", "--enforce-eager", "--kv-events-config", "--disable-hybrid-kv-cache-manager",
     "--enable-sleep-mode",
@@ -37,7 +39,7 @@ FOREIGN = {
     "--mem-fraction-static", "--max-total-tokens",
     "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
     # of pip, docker, git, kubectl, helm, ray, compilers and Python's own tools
-    "--param", "--no-deps", "--shm-size", "--editable", "--index-url", "--version", "--cacert",
+    "--param", "--no-deps", "--editable", "--index-url", "--version", "--cacert",
     "--from-literal", "--namespace", "--raw", "--replicas",
     "--head",
     # of programs of this repository with a parser of their own (`python -m …`, scripts, benchmarks)

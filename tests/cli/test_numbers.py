@@ -51,6 +51,8 @@ FIRST = {
     "fleet resume": ["x"], "fleet delete": ["x"],
     "cache warm": ["-", "--model", "m", "--store", "file:/x"], "cache simulate": ["nowhere"],
     "simulate": ["nowhere", "--trace", "nowhere"], "calibrate": ["m"], "plan": ["nowhere"], "why": ["http://127.0.0.1:9"],
+    "ask": ["http://127.0.0.1:9", "x"], "chat": ["http://127.0.0.1:9"], "bench": ["http://127.0.0.1:9"],
+    "trace record": ["http://127.0.0.1:9"],
 }  # fmt: skip
 """What a command needs besides, so that the number is all that is wrong."""
 

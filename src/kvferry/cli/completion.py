@@ -61,10 +61,10 @@ def instances(context: Any) -> list[str]:
 
 def urls(context: Any) -> list[str]:
     """URLs of what serves here."""
-    found = []
+    addresses = []
     for fleet in fleets(context):
         with suppress(KvferryError, OSError):
             seen = ledger_of(fleet).status()
             if seen is not None and seen.url:
-                found.append(seen.url)
-    return [*found, *(reachable_url(record.url) for record in running_commands())]
+                addresses.append(seen.url)
+    return [*addresses, *(reachable_url(record.url) for record in running_commands())]

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.cli.client.load import Load, LoadResult, Sent, poisson
+from kvferry.cli.client.load import LoadResult, OpenLoop, Sent, poisson
 from kvferry.cli.client.stream import COMPLETIONS_PATH, OpenAIClient, Reply, ServedModel
 from kvferry.cli.client.talk import sparkline, summary_lines
 from kvferry.core.errors import KvferryError, Unavailable
@@ -91,7 +91,7 @@ async def test_an_open_loop_sends_at_its_times_and_counts_what_fails() -> None:
     app = Starlette(routes=[Route(COMPLETIONS_PATH, slow, methods=["POST"])])
     async with serving(app) as url, OpenAIClient(url) as client:
         arrivals = [Arrival(0.02 * number, 4, 2) for number in range(10)]
-        result = await Load(client, ServedModel("m"), 1).run(arrivals)
+        result = await OpenLoop(client, ServedModel("m"), 1).run(arrivals)
     assert arrived[-1] - arrived[0] < 0.5
     figures = result.figures(Targets(ttft=1.0))
     assert (figures["requests"], figures["failed"], figures["goodput"]) == (10, 10, 0.0)

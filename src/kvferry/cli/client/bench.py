@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvferry.cli import completion
-from kvferry.cli.client.load import AGGREGATED, Load, LoadResult, Sent, poisson
+from kvferry.cli.client.load import AGGREGATED, LoadResult, OpenLoop, Sent, poisson
 from kvferry.cli.client.stream import OpenAIClient
 from kvferry.cli.client.talk import choose_model
 from kvferry.core.clock import SYSTEM_CLOCK
@@ -24,7 +24,7 @@ from kvferry.core.settings.units import percent
 from kvferry.sim.targets import Targets, parse_targets
 from kvferry.sim.traffic import faster, part_of, read_traffic
 
-RATE, SECONDS, TOKENS = Bounds(0.001, 10_000), Bounds(1, 86_400), Bounds(1, 2**20)
+RATE, SECONDS, TOKENS, SEED = Bounds(0.001, 10_000), Bounds(1, 86_400), Bounds(1, 2**20), Bounds(0, 2**32)
 _LINE_S = 5.0
 """Seconds between two lines of progress where nothing can be redrawn."""
 _SPLIT, _AGGREGATED = "as it is", "aggregated"
@@ -68,6 +68,7 @@ def bench(
     TOKENS.require("--prompt-tokens", prompt_tokens)
     TOKENS.require("--answer-tokens", answer_tokens)
     RATE.require("--speed", speed)
+    SEED.require("--seed", seed)
     targets = parse_targets(slo)
     if trace is None:
         arrivals = poisson(rate, for_s, prompt_tokens, answer_tokens, seed)
@@ -80,7 +81,7 @@ def bench(
             served = await choose_model(client, model)
             results = {}
             for number, (name, headers) in enumerate(passes.items()):
-                load = Load(client, served, seed + number)  # other prompts: the first ones' KV is in caches
+                load = OpenLoop(client, served, seed + number)  # other prompts: the first ones' KV is in caches
                 await load.prepare()
                 with _Progress(name, len(arrivals)) as progress:
                     results[name] = await load.run(arrivals, headers, progress.done)
@@ -92,7 +93,7 @@ def bench(
         sys.stdout.buffer.write(msgspec.json.encode({"url": url, "slo": str(targets), "results": figures}) + b"\n")
     else:
         sys.stdout.write("\n".join(table(figures, targets)) + "\n")
-        for error in dict.fromkeys(one.error for result in results.values() for one in result.sent if one.error):
+        for error in dict.fromkeys(sent.error for result in results.values() for sent in result.sent if sent.error):
             sys.stdout.write(f"  failed: {error[:200]}\n")
     if plot is not None:
         draw(results, plot)
@@ -111,17 +112,17 @@ def table(figures: Mapping[str, Mapping[str, Any]], targets: Targets) -> list[st
 
     rows: list[tuple[str, Sequence[str]]] = [
         ("", list(figures)),
-        ("requests", [f"{one['requests']} ({one['failed']} failed)" for one in figures.values()]),
+        ("requests", [f"{figure['requests']} ({figure['failed']} failed)" for figure in figures.values()]),
         ("requests a second", values("request_rate", ".2f")),
         ("tokens a second in", values("input_tokens_per_s", ".0f")),
         ("tokens a second out", values("output_tokens_per_s", ".1f")),
         *((f"TTFT {point}", times("ttft_ms", point)) for point in ("p50", "p90", "p99")),
         *((f"gap between tokens {point}", times("itl_ms", point)) for point in ("p50", "p99", "max")),
-        (f"within {targets}", [f"{percent(one['within_targets'])} %" for one in figures.values()]),
+        (f"within {targets}", [f"{percent(figure['within_targets'])} %" for figure in figures.values()]),
         ("goodput (requests a second)", values("goodput", ".2f")),
     ]
     lines = [f"{name:<32}" + "".join(f"{cell:>20}" for cell in cells) for name, cells in rows]
-    late_ms = max(one["longest_delay_ms"] for one in figures.values())
+    late_ms = max(figure["longest_delay_ms"] for figure in figures.values())
     if late_ms > 100:
         lines.append(f"Requests were sent up to {late_ms:.0f} ms late: this machine is too busy to load the server.")
     return [line.rstrip() for line in lines]

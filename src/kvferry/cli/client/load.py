@@ -46,7 +46,9 @@ class LoadResult:
     @property
     def answered(self) -> list[Reply]:
         """The complete answers."""
-        return [one.reply for one in self.sent if one.reply is not None and not one.reply.error and one.reply.ttft_s]
+        return [
+            sent.reply for sent in self.sent if sent.reply is not None and not sent.reply.error and sent.reply.ttft_s
+        ]
 
     def figures(self, targets: Targets) -> dict[str, Any]:
         """All figures, times in ms. `goodput`: answers within the targets a second; `share`: of all requests."""
@@ -67,7 +69,7 @@ class LoadResult:
             "e2e_ms": quantiles([reply.end_s - reply.begun_s for reply in replies]),
             "within_targets": within / len(self.sent) if self.sent else 0.0,
             "goodput": within / self.seconds,
-            "longest_delay_ms": 1000 * max((one.late_s for one in self.sent), default=0.0),
+            "longest_delay_ms": 1000 * max((sent.late_s for sent in self.sent), default=0.0),
         }
 
 
@@ -88,7 +90,7 @@ def poisson(rate: float, seconds: float, prompt_tokens: int, answer_tokens: int,
     return arrivals or [Arrival(0.0, prompt_tokens, answer_tokens)]
 
 
-class Load:
+class OpenLoop:
     """Sends a trace to one server. The tokens of its prompts are the server's own tokens of an English text, drawn with
     `seed`; prompts that share blocks in the trace share them here."""
 

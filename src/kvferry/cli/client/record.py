@@ -23,7 +23,7 @@ from kvferry.core.settings.bounds import Bounds
 from kvferry.sim.traffic import COLUMNS
 
 POLL_S = 2.0
-FOR_S = Bounds(1, 30 * 86_400)
+FOR_S, BEFORE_S = Bounds(1, 30 * 86_400), Bounds(0, 86_400)
 
 trace = App(name="trace", help="Traces of real traffic, for `simulate`, `plan` and `bench`.", sort_key=11)
 
@@ -39,7 +39,7 @@ def record(
     admin_key: Annotated[str | None, Parameter(help="Admin key of the router, if it has one.")] = None,
     tls_ca: Annotated[Path | None, Parameter(help="Certificate authorities (PEM) of a router at https://.")] = None,
 ) -> int:
-    """Write arrival times, and lengths of prompts and answers, of a router's requests to standard output.
+    """Record arrival times, and lengths of prompts and answers, of a router's requests, to standard output.
 
         kvferry trace record http://127.0.0.1:8000 --for-s 600 > trace.csv
 
@@ -47,8 +47,7 @@ def record(
     """
     if for_s is not None:
         FOR_S.require("--for-s", for_s)
-    if before_s < 0:
-        raise ConfigError(f"--before-s must not be negative, got {before_s}")
+    BEFORE_S.require("--before-s", before_s)
     address = RouterAddress(router=url, admin_key=admin_key, tls_ca=tls_ca)
     recorder = Recorder(sys.stdout)
     try:
@@ -97,7 +96,7 @@ class Recorder:
         self._waiting: dict[tuple[float, int], RequestObservation] = {}
 
     def take(self, report: TrafficReport) -> None:
-        """Note the requests of a report, and write those that no running one came before."""
+        """Take the requests of a report, and write those before which no other is running."""
         seen = {
             (request.arrived, request.prompt_tokens): request
             for request in report.requests

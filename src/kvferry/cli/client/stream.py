@@ -179,7 +179,7 @@ class OpenAIClient:
 
 
 def _take(reply: Reply, event: bytes, now: float, on_text: Callable[[str], object]) -> None:
-    """Note one event. Events of another form are ignored: servers add some of their own."""
+    """Add one event to the reply. Events of another form are ignored: servers add some of their own."""
     try:
         content = msgspec.json.decode(event, type=dict[str, Any])
         if error := content.get("error"):

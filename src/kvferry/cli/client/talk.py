@@ -21,6 +21,7 @@ from kvferry.cli.text import milliseconds, printable
 from kvferry.cli.watch.follow import candidates, find
 from kvferry.core.errors import ConfigError, KvferryError, Unavailable
 from kvferry.core.process_exit import run_async
+from kvferry.core.settings.bounds import Bounds
 
 Url = Annotated[
     str | None,
@@ -37,6 +38,7 @@ Aggregated = Annotated[
 ApiKey = Annotated[str | None, Parameter(help="API key of the server, if it has one.")]
 TlsCa = Annotated[Path | None, Parameter(help="Certificate authorities (PEM) of a server at https://.")]
 
+MAX_TOKENS, TEMPERATURE = Bounds(1, 2**20), Bounds(0, 10)
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BAR_COLUMNS = 40
 _PHASES = (
@@ -64,6 +66,7 @@ def ask(
 
     Without a prompt, standard input is sent.
     """
+    _require_bounds(max_tokens, temperature)
     url, *rest = words if words and words[0].startswith(("http://", "https://")) else (None, *words)
     prompt = " ".join(str(word) for word in rest)
     if not prompt:
@@ -98,6 +101,7 @@ def chat(
 
     Under each answer: time to first token, gaps between two tokens, and the instances that served it.
     """
+    _require_bounds(max_tokens, temperature)
     address = url or run_async(find(candidates()))
 
     async def turn(prompt: str, history: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -125,6 +129,11 @@ def chat(
             sys.stderr.write(f"kvferry: error: {error}\n")
     sys.stderr.write("\n" if sys.stdin.isatty() else "")
     return 0
+
+
+def _require_bounds(max_tokens: int, temperature: float) -> None:
+    MAX_TOKENS.require("--max-tokens", max_tokens)
+    TEMPERATURE.require("--temperature", temperature)
 
 
 def _read_prompt() -> str | None:
@@ -196,7 +205,7 @@ class Talk:
             return ""
         try:
             decisions = (await self._client.get("/kvferry/decisions?limit=32", timeout_s=2.0))["decisions"]
-            decision = next(one for one in decisions if one["request_id"] in request_id)
+            decision = next(decision for decision in decisions if decision["request_id"] in request_id)
             names = (decision.get("prefill"), decision.get("decode"))
             return " → ".join(printable(str(name)) for name in names if name)
         except (KvferryError, StopIteration, KeyError, TypeError, AttributeError):

@@ -55,13 +55,12 @@ def write_bundle(path: Path, findings: Sequence[Finding], variables: Mapping[str
     """Write the bundle, a ZIP file that only its user can read. Raises `ConfigError`."""
     secrets = secrets_of(variables)
     contents = {
-        "findings.txt": "\n".join(f"{MARKS[one.verdict]} {one.text}" + (f"\n    {one.remedy}" if one.remedy else "")
-                                   for one in findings),
+        "findings.txt": "\n".join(_text(finding) for finding in findings),
         "findings.json": msgspec.json.encode(list(findings)).decode(),
         "versions.txt": _versions(),
         "variables.txt": _variables(variables),
         **_logs(),
-    }  # fmt: skip
+    }
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in contents.items():
@@ -74,8 +73,13 @@ def write_bundle(path: Path, findings: Sequence[Finding], variables: Mapping[str
         raise ConfigError(f"--bundle {path}: {error.strerror or error}") from error
 
 
+def _text(finding: Finding) -> str:
+    remedy = f"\n    {finding.remedy}" if finding.remedy else ""
+    return f"{MARKS[finding.verdict]} {finding.text}{remedy}"
+
+
 def _versions() -> str:
-    packages = sorted({f"{one.metadata['Name']} {one.version}" for one in distributions()}, key=str.lower)
+    packages = sorted({f"{package.metadata['Name']} {package.version}" for package in distributions()}, key=str.lower)
     head = [f"kvferry {__version__}", f"Python {sys.version}", f"{platform.platform()} {platform.machine()}"]
     return "\n".join([*head, "", *packages])
 

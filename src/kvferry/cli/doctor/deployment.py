@@ -29,14 +29,14 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class HandOffs:
-    """What instances have fetched since they began: bytes by medium, seconds and hand-offs."""
+    """Total of what instances have fetched since they began: bytes by medium, seconds and hand-offs."""
 
     bytes_by_medium: Mapping[str, float]
     seconds: float = 0.0
     count: float = 0.0
 
     def since(self, before: HandOffs) -> HandOffs:
-        """What came after `before`."""
+        """The increase since `before`."""
         names = self.bytes_by_medium
         grown = {name: names[name] - before.bytes_by_medium.get(name, 0.0) for name in names}
         return HandOffs(
@@ -140,7 +140,7 @@ async def _hand_offs(
 
 
 def _beside_medium(text: str, rate: float, mean_bytes: float, media: Mapping[str, float]) -> Finding:
-    """The measured rate beside that of the medium, for instances on this machine."""
+    """Finding about the measured rate beside that of the medium, for instances on this machine."""
     shared = shared_memory_rate()
     if not any(name in ("shm", "cuda_ipc") for name in media):
         name = next(iter(media), "tcp")

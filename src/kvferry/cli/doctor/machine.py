@@ -1,4 +1,4 @@
-"""What this machine has for kvferry. Nothing is changed or started, and nothing takes longer than a few seconds."""
+"""Findings about this machine. Nothing is changed or started, and nothing takes longer than a few seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a medium between two processes of this machine carries, measured."""
+"""Measured rates of the media between two processes of this machine."""
 
 from __future__ import annotations
 

@@ -79,10 +79,10 @@ class QuietDisplay:
         self._shown = set[str]()
         self._live: LiveLine | None = None
         self._is_up, self._is_stopping = False, False
-        if summary.title:
-            self._print(summary.title)
 
     def starting(self, names: Sequence[str]) -> None:
+        if self._summary.title and not self._begun:
+            self._print(self._summary.title)
         for name in names:
             self._begun[name] = self._shown_at[name] = self._clock.monotonic()
         if self._is_up:

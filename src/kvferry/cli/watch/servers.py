@@ -1,4 +1,4 @@
-"""What a router, or an instance of its own, says of itself, for commands that look once."""
+"""Requests to a router, or an instance of its own, of commands that look once."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Servers:
         return list(await asyncio.gather(*(self.check(instance) for instance in instances)))
 
     async def check(self, instance: InstanceView) -> CheckResult:
-        """The result of an instance's own check: blocks, leases and transfers that nobody uses."""
+        """Result of an instance's own check for blocks, leases and transfers without an owner."""
         if not instance.alive:
             return CheckResult(instance, f"it is {instance.state or 'down'}")
         if not instance.url or instance.engine not in ("kvferry", None):

@@ -47,7 +47,7 @@ def status(
     admin_key: Annotated[str | None, Parameter(help="Admin key of the routers, if they have one.")] = None,
     tls_ca: Annotated[Path | None, Parameter(help="Certificate authorities (PEM) of servers at https://.")] = None,
 ) -> int:
-    """Show what of yours runs here: fleets and commands, their instances, and what each instance's own check found.
+    """Show your fleets and serving commands on this machine, their instances, and the result of each instance's check.
 
         kvferry status
 
@@ -57,12 +57,12 @@ def status(
     deployments = [Deployment(url, url)] if url else own_deployments()
     run_async(_look(deployments, admin_key, tls_ca))
     if json:
-        sys.stdout.buffer.write(msgspec.json.encode([_to_builtins(one) for one in deployments]) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.encode([_to_builtins(deployment) for deployment in deployments]) + b"\n")
     elif not deployments:
         sys.stdout.write("Nothing of yours runs here: kvferry serve MODEL, or kvferry fleet apply SPEC\n")
     else:
-        sys.stdout.write("\n".join(line for one in deployments for line in lines_of(one)) + "\n")
-    return 0 if all(one.is_sound for one in deployments) else 1
+        sys.stdout.write("\n".join(line for deployment in deployments for line in lines_of(deployment)) + "\n")
+    return 0 if all(deployment.is_sound for deployment in deployments) else 1
 
 
 def own_deployments() -> list[Deployment]:
