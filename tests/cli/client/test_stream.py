@@ -71,6 +71,7 @@ async def test_an_endless_line_is_not_kept() -> None:
     async def endless(request: Request) -> Response:
         async def body() -> AsyncIterator[bytes]:
             while True:
+                await asyncio.sleep(0)
                 yield b"x" * 2**20
 
         return StreamingResponse(body(), media_type="text/event-stream")
