@@ -18,7 +18,10 @@ from kvferry.core.state_folder import state_folder
 _COMMANDS = (
     ("kvferry demo", "see what it does, on this machine"),
     ("kvferry serve MODEL", "serve a model here (--prefill 2 --decode 2)"),
+    ("kvferry chat [URL]", "talk to it"),
     ("kvferry top [URL]", "watch it"),
+    ("kvferry doctor [URL|SPEC]", "what is wrong, and the line that mends it"),
+    ("kvferry bench URL", "load it: TTFT, ITL, goodput"),
     ("kvferry fleet apply SPEC", "a fleet that outlives this shell; Ray, Kubernetes"),
     ("kvferry plan TRACE", "how many P and D, and whether to disaggregate"),
 )

@@ -73,6 +73,7 @@ Every flag can also be set by an environment variable (`--max-num-seqs` by `KVFE
 """
 
 _IMPORTED_WHEN_USED = {
+    "boards": "kvferry.cli.boards.command:boards",
     "ask": "kvferry.cli.client.talk:ask",
     "bench": "kvferry.cli.client.bench:bench",
     "chat": "kvferry.cli.client.talk:chat",

@@ -41,10 +41,8 @@ STARTS_NOTHING: frozenset[Command] = frozenset(
         *(("fleet", name) for name in ("status", "scale", "roll", "rollback", "pause", "resume", "delete", "control")),
         *(("cache", name) for name in ("simulate", "ls", "rm", "import", "stat", "verify", "pin", "unpin", "export")),
         ("trace", "record"),
-        *(
-            (name,)
-            for name in ("simulate", "plan", "why", "top", "bench", "completion", "doctor", "status", "ask", "chat")
-        ),
+        *((name,) for name in ("simulate", "plan", "why", "top", "status", "doctor")),
+        *((name,) for name in ("boards", "bench", "ask", "chat", "completion")),
     }
 )
 """Commands that start no server, or one whose settings a ledger has."""

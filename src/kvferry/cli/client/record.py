@@ -43,7 +43,7 @@ def record(
 
         kvferry trace record http://127.0.0.1:8000 --for-s 600 > trace.csv
 
-    No text and no tokens are recorded. The format is that of Azure's traces; `simulate`, `plan` and `bench` read it.
+    No text and no tokens are recorded. The format is the one of Azure's traces; `simulate`, `plan` and `bench` read it.
     """
     if for_s is not None:
         FOR_S.require("--for-s", for_s)

@@ -140,7 +140,7 @@ async def _hand_offs(
 
 
 def _beside_medium(text: str, rate: float, mean_bytes: float, media: Mapping[str, float]) -> Finding:
-    """Finding about the measured rate beside that of the medium, for instances on this machine."""
+    """Finding about the measured rate beside the rate of the medium, for instances on this machine."""
     shared = shared_memory_rate()
     if not any(name in ("shm", "cuda_ipc") for name in media):
         name = next(iter(media), "tcp")

@@ -51,7 +51,7 @@ def status(
 
         kvferry status
 
-    A check looks for blocks, leases and transfers that nobody uses any more. Exit code 1: something does not answer, is
+    A check looks for blocks, leases and transfers without an owner. Exit code 1: something does not answer, is
     down, or was found.
     """
     deployments = [Deployment(url, url)] if url else own_deployments()
