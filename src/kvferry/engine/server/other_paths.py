@@ -43,12 +43,12 @@ _PATHS = {
     "/abort_requests": f"{_VLLM}; a client that closes its connection ends its request",
     "/abort_request": f"{_SGLANG}; a client that closes its connection ends its request",
 }
-"""What to use instead, for each path and the paths below it."""
+"""Alternatives for each path and the paths below it."""
 
 
 def explain_path(path: str) -> str | None:
     """The message of the 404 for a path of other servers; None for other paths."""
-    known = path
-    while known and known not in _PATHS:
-        known = known.rpartition("/")[0]
-    return f"{path} is not served by kvferry's engine: {_PATHS[known]}" if known else None
+    prefix = path
+    while prefix and prefix not in _PATHS:
+        prefix = prefix.rpartition("/")[0]
+    return f"{path} is not served by kvferry's engine: {_PATHS[prefix]}" if prefix else None

@@ -70,7 +70,7 @@ class ValkeyOptions(StoreOptions, frozen=True, kw_only=True):
 
 
 class TlsValkeyOptions(ValkeyOptions, frozen=True, kw_only=True):
-    """Those of a scheme with TLS."""
+    """Options of a scheme with TLS."""
 
     is_tls: ClassVar[bool] = True
 
