@@ -23,20 +23,22 @@ from kvferry.cli.attended import AttendedFleet
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import LOG, LogFlags
 from kvferry.cli.demo.requests import DemoAnswer, DemoPrompt, Endpoint
-from kvferry.cli.demo.token_gaps import STREAM_TOKENS, Characters, draw_stalls, measure_stalls, verdict
+from kvferry.cli.demo.token_gaps import Characters, draw_stalls, measure_stalls, verdict
 from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import FleetSettings, fleet_of, fleet_token, local_recipe
 from kvferry.cli.serve import serve
+from kvferry.cli.terminal.display import open_display
+from kvferry.cli.terminal.summary import summary_of
 from kvferry.core.errors import KvferryError
 from kvferry.core.process_exit import run_async
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local.fork_server import ForkServer
-from kvferry.fleet.display import Display, make_display
+from kvferry.fleet.display import Display
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, RoleSpec
 from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.http_client import HttpClient
 from kvferry.models.digest_cache import DigestCache
-from kvferry.observe.logs import LogConfig, set_up_logging
+from kvferry.observe.logs import LogConfig
 
 PIECES = (("heapq.py", 200), ("textwrap.py", 500), ("inspect.py", 900), ("argparse.py", 1500))
 """Files of the standard library, and how many of their tokens are the prompt."""
@@ -73,8 +75,6 @@ def demo(
         kvferry demo
     """
     logs = complete(LogConfig, log)
-    set_up_logging(logs, "supervisor")
-    DigestCache()  # as in `run_attended`
     console = Console(highlight=False)
     settings = FleetSettings(
         spec=FleetSpec(prefill=1, decode=1),
@@ -92,7 +92,10 @@ def demo(
 async def _run(settings: FleetSettings, console: Console, keep: bool) -> int:
     """Run the fleet, a plain instance and the demo's requests side by side; the first to end ends the others."""
     token = fleet_token()
-    watching = _Watching(make_display(settings.log))
+    title = f"{settings.engine.model} · 1 P + 1 D, beside one plain instance on the same cores"
+    summary = summary_of("demo", settings.listen, settings.access, title=title, has_block=keep)
+    watching = _Watching(open_display(settings.log, summary))
+    DigestCache()  # as in `run_attended`
     forks = ForkServer()
     make_recipe = partial(local_recipe, token=token, command=serve)
     split, plain = (
@@ -206,18 +209,13 @@ async def _ask_and_show(watching: _Watching, console: Console) -> int:
     async with HttpClient() as client:
         router, plain = Endpoint(client, urls[_ROUTER]), Endpoint(client, urls[_PLAIN])
         pieces = [await router.cut(name, length) for name, length in PIECES]
-        console.print(
-            "\nPrefill and decode run on two instances; the KV cache goes from one to the other."
-            f" Each prompt is the beginning of a file of Python's own library, followed by {NUM_TOKENS} tokens"
-            " that the model generates.\n"
-        )
-        answers = [await _show(router, piece, console, printing) for piece in pieces]
+        await _show_stalls({"P/D": router, "plain": plain}, pieces[0], console, printing)
+        answers = [await router.ask(piece, NUM_TOKENS) for piece in pieces]
+        console.print()
         console.print(_times(pieces, answers, console))
         console.print(_legend(console))
         expected = [await plain.ask(piece, NUM_TOKENS) for piece in pieces]
-        code = _compare(pieces, answers, expected, console)
-        await _show_stalls({"P/D": router, "plain": plain}, pieces[0], console, printing)
-    return code
+        return _compare(pieces, answers, expected, console)
 
 
 async def _show_stalls(
@@ -226,9 +224,8 @@ async def _show_stalls(
     """Stream an answer while long prompts arrive, on one endpoint after the other, and draw both."""
     longs = [await endpoints["plain"].cut(name, LONG_TOKENS) for name in LONG_PIECES]
     console.print(
-        f"\n[bold]While long prompts arrive[/bold]: {STREAM_TOKENS} tokens of one answer, during which"
-        f" {len(longs)} prompts of {LONG_TOKENS} tokens are sent; first to P/D, then to the plain instance, which has"
-        " the same cores. How long was each gap between two tokens of the answer?\n"
+        f"\nSomeone sends {len(longs)} prompts of {LONG_TOKENS} tokens while you read an answer."
+        " [bold]Time between two tokens of it:[/bold]"
     )
     with printing():
         measured = {name: await measure_stalls(endpoint, short, longs) for name, endpoint in endpoints.items()}
@@ -239,16 +236,6 @@ async def _show_stalls(
             console.print(line, no_wrap=True)
     text, is_shorter = verdict(measured["P/D"], measured["plain"])
     console.print(f"\n{text}", style="bold green" if is_shorter else "yellow")
-
-
-async def _show(endpoint: Endpoint, piece: DemoPrompt, console: Console, printing: Printing) -> DemoAnswer:
-    """Ask, and print the answer as it comes, after the last lines of its prompt."""
-    console.print(f"[bold]{piece.name}[/bold], {len(piece.token_ids)} tokens …")
-    with printing():
-        console.print(Text(piece.tail, style="dim"), end="")
-        answer = await endpoint.ask(piece, NUM_TOKENS, lambda text: console.print(Text(text, style="green"), end=""))
-        console.print("\n")
-    return answer
 
 
 # What it shows.

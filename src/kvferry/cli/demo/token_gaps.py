@@ -108,6 +108,9 @@ def verdict(disaggregated: TokenGaps, plain: TokenGaps) -> tuple[str, bool]:
         f"Longest gap between two tokens: {split:.0f} ms on P/D, {whole:.0f} ms on the plain instance"
         f" (median {usual[0]:.1f} and {usual[1]:.1f} ms)."
     )
+    waits = [statistics.median(stalls.long_ttfts_s) * 1e3 for stalls in (disaggregated, plain) if stalls.long_ttfts_s]
+    if len(waits) == 2:
+        figures += f" The price: the long prompts' first token comes after {waits[0]:.0f} ms instead of {waits[1]:.0f}."
     if split < whole:
         return figures, True
     return f"{figures} Here and now prefill disturbed the stream on P/D as much: do both share a core?", False

@@ -76,7 +76,7 @@ class QuietDisplay:
         self._tasks: dict[str, TaskID] = {}
         self._begun: dict[str, float] = {}
         self._shown_at: dict[str, float] = {}
-        self._shown = set[str]()
+        self._shown, self._served = set[str](), set[str]()
         self._live: LiveLine | None = None
         self._is_up, self._is_stopping = False, False
 
@@ -115,7 +115,8 @@ class QuietDisplay:
         if self._bars is not None and name in self._tasks:
             self._bars.remove_task(self._tasks.pop(name))
         now = self._clock.monotonic()
-        again = "serves again at " if self._is_up else ""
+        again = "serves again at " if name in self._served else ""
+        self._served.add(name)
         self._print(f"✓ {name:<10} {again}{url:<28} {now - self._begun.get(name, now):6.1f} s")
 
     def members(self, urls: Mapping[str, str]) -> None:
@@ -126,6 +127,8 @@ class QuietDisplay:
         if self._is_up:
             return
         self._is_up = True
+        if not self._summary.has_block:
+            return
         with suppress(OSError):
             sys.stdout.write(f"kvferry is up: {url}\n")
             sys.stdout.flush()

@@ -31,6 +31,8 @@ class ServeSummary:
     tls_ca: Path | None = None
     answers_clients: bool = True
     """False for an instance that a router stands in front of."""
+    has_block: bool = True
+    """False for a command that prints its own results on the terminal: neither the block nor the live line is shown."""
     end: str = "Ctrl-C ends everything."
     """The effect of Ctrl-C."""
 
