@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ from kvferry.fleet.spec.fleet_spec import fleet_from
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 VERSION = "1.37"
+HELM = Path(__file__).parents[5] / ".venv-helm" / "helm"
 SCHEMAS = Path(__file__).parent / "schemas"
 OBJECTS = dict[str, Any]
 
@@ -193,7 +195,7 @@ def test_the_schemas_refuse_what_is_wrong(kind: str, path: str, value: Any) -> N
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_chart_with_its_values_is_the_manifests(case: str, tmp_path: Path) -> None:
-    """Helm itself is not here: its four expressions that a chart uses are filled in as it does."""
+    """The four expressions that a chart uses are filled in as Helm does it; the next test has Helm itself."""
     fleet = fleet_from(CASES[case])
     write_chart(fleet, tmp_path, lambda values: render(fleet, values))
     values = {**yaml.safe_load((tmp_path / "values.yaml").read_text()), "token": "the token of a test"}
@@ -212,6 +214,29 @@ def test_a_chart_with_its_values_is_the_manifests(case: str, tmp_path: Path) -> 
 
     text = re.sub(r"\{\{ (.+?) \}\}", fill, (tmp_path / "templates/fleet.yaml").read_text())
     assert list(yaml.safe_load_all(text)) == of_case(case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_helm_makes_the_manifests_of_a_chart(case: str, tmp_path: Path) -> None:
+    if not HELM.is_file():
+        pytest.skip("Helm is not installed; make install-helm has it")
+    fleet = fleet_from(CASES[case])
+    write_chart(fleet, tmp_path, lambda values: render(fleet, values))
+    namespace = fleet.backend.kubernetes.namespace  # type: ignore[union-attr]
+    flags = ("--namespace", namespace, "--set", "token=the token of a test", "--kube-version", f"{VERSION}.0")
+    command = (str(HELM), "template", "chat", str(tmp_path), *flags)
+    made = subprocess.run(command, capture_output=True, text=True, check=False, env={"HOME": str(tmp_path)})
+    assert made.returncode == 0, made.stderr
+    found = [each for each in yaml.safe_load_all(made.stdout) if each]
+    assert sorted(found, key=identity) == sorted(of_case(case), key=identity)  # Helm has an order of its own
+    refused = subprocess.run(command[:-4], capture_output=True, text=True, check=False, env={"HOME": str(tmp_path)})
+    needs_token = "set token" in (tmp_path / "templates/fleet.yaml").read_text()
+    assert ("set token" in refused.stderr) == needs_token
+
+
+def identity(each: OBJECTS) -> str:
+    """The kind and name of an object."""
+    return f"{each['kind']} {each['metadata']['name']}"
 
 
 def test_pods_may_do_nothing_that_they_need_not() -> None:
