@@ -30,12 +30,15 @@ from routing import Arrival, generate
 
 BLOCK = 32
 NUM_ANSWER = 8
+MAX_BLOCKS = 60
+"""Of a prompt: the model has a context of 2,048 tokens."""
 VOCABULARY = range(5, 4000)
 
 
 def prompt_of(arrival: Arrival) -> list[int]:
-    """The tokens of its blocks; the last block is not full, as in the trace."""
-    tokens = [token for block in arrival.blocks for token in random.Random(block).choices(VOCABULARY, k=BLOCK)]
+    """The tokens of its blocks; the last block is not full, as in the trace. Prompts end where the context does."""
+    blocks = arrival.blocks[:MAX_BLOCKS]
+    tokens = [token for block in blocks for token in random.Random(block).choices(VOCABULARY, k=BLOCK)]
     return tokens[: len(tokens) - 1 - arrival.num_tokens % (BLOCK - 1)]
 
 
