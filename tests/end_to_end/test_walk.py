@@ -77,11 +77,12 @@ def test_every_command_is_understood(command: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "as the pages say")
     found = VllmEnvironment(sys.executable, "0.32.0", has_kvferry=True, on_cpu=True)
     monkeypatch.setattr(vllm_instances, "find_vllm", lambda python: found)
-    words = shlex.split(command.partition(" #")[0].partition(" | ")[0].partition(" > ")[0].replace("MODEL", "kvferry/tiny-python"))
+    words = shlex.split(
+        command.partition(" #")[0].partition(" | ")[0].partition(" > ")[0].replace("MODEL", "kvferry/tiny-python")
+    )
     words = words[words.index("kvferry") + 1 :]
     if (
-        words[0] not in ("serve", "prefill", "decode", "router")
-        or "--tls-cert" in words
+        words[0] not in ("serve", "prefill", "decode", "router") or "--tls-cert" in words
     ):  # these do something by themselves, or need files
         assert app.parse_args(words, exit_on_error=False)
         return
