@@ -117,7 +117,7 @@ class ScaledFleet:
         if not self._is_followed:
             wanted = self._rule.decide(self._seen(world, here, [status.roles[role] for role in ROLES]))
             if wanted != here:
-                world.want(self._fleet(wanted))
+                world.apply(self._fleet(wanted))
 
     def _seen(self, world: FleetWorld, here: Counts, roles: Sequence[RoleStatus]) -> Seen:
         router, now = world.routers[0].router, world.simulation.wall()

@@ -182,7 +182,7 @@ class _Changes:
         self.num_open -= 1
 
     def _want(self) -> None:
-        self._world.want(self._scenario.fleet(self._counts, str(self._stamp), is_scaled=self._is_scaled))
+        self._world.apply(self._scenario.fleet(self._counts, str(self._stamp), is_scaled=self._is_scaled))
 
     def _start_controller(self) -> None:
         self._world.start_controllers()

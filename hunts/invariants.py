@@ -171,7 +171,7 @@ def of_bounds(world: FleetWorld) -> list[Violation]:
     """At any time: no role has more members than its `max`, leaving ones included, and none is to have fewer than its
     `min`. The bounds of a fleet do not change."""
     found, seen = [], world.ledger.status()
-    for role, bounds in world.ledger.wanted().fleet.role.items():
+    for role, bounds in world.ledger.desired_state().fleet.role.items():
         number = sum(one.spec.role == role for one in world.started.values())
         if bounds.max is not None and number > bounds.max:
             found.append(Violation("a fleet stays within its bounds", f"{number} {role}, and {bounds.max} at most"))
@@ -191,7 +191,7 @@ class FleetSteps:
         """A role without a `max` has at most `surge` members more than are wanted, leaving ones included, when one more
         starts."""
         world = self._world
-        seen, fleet = world.ledger.status(), world.ledger.wanted().fleet
+        seen, fleet = world.ledger.status(), world.ledger.desired_state().fleet
         if seen is None or spec.role not in seen.roles or (spec.role != "router" and fleet.role[spec.role].max):
             return
         most = seen.roles[spec.role].desired + fleet.roll.surge
@@ -204,7 +204,7 @@ class FleetSteps:
         """Nothing runs on an instance that is stopped, and nothing is held there, unless it has failed, everything ends
         or no router serves: a router would say that requests run there."""
         world, what = self._world, started.what
-        is_everything = world.ledger.wanted().deleted or not any(one.router for one in world.routers)
+        is_everything = world.ledger.desired_state().deleted or not any(one.router for one in world.routers)
         if not isinstance(what, SimInstance) or what.engine is None or not grace_s or is_everything:
             return
         requests = what.engine.scheduler.statistics()

@@ -61,6 +61,7 @@ PLAIN_ROOMS = (
     "connectors/",
     "core/",
     "engine/",
+    "fleet/control/",
     "http/",
     "kv_events/",
     "models/",

@@ -140,5 +140,5 @@ def test_what_cannot_be_written_to_standard_error_is_dropped(tmp_path: Path) -> 
 def _state_with_a_fleet(folder: Path) -> Path:
     told = {"name": "f", "model": "m", "mode": "pooling", "role": {"both": {}}}
     for number in range(50):
-        Ledger(folder / "fleets" / f"f{number}").want(fleet_from(told))
+        Ledger(folder / "fleets" / f"f{number}").apply(fleet_from(told))
     return folder

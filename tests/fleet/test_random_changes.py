@@ -31,7 +31,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.fleet.backends.local.folder import MemberFolder
 from kvferry.fleet.backends.ray.folders import root_folder
 from kvferry.fleet.control.backend import BackendContext, backend_class
-from kvferry.fleet.control.controller import Controller, End, LetGo
+from kvferry.fleet.control.controller import Controller, Detached, End
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.processes.process import ProcessSpec
 from kvferry.fleet.spec.fleet_spec import Backend, DesiredFleet, MemberRole, fleet_from
@@ -150,7 +150,7 @@ class Changing:
     def __init__(self, place: Place) -> None:
         self.place, self.dice = place, place.dice
         self.ledger, self.front = Ledger(place.folder / "ledger"), MemoryFront()
-        self.ledger.want(wanted(self.dice, place.backend))
+        self.ledger.apply(wanted(self.dice, place.backend))
         self.running: asyncio.Task[End] | None = None
 
     # The controller.
@@ -168,11 +168,11 @@ class Changing:
         if at_once:
             self.running.cancel()
         else:
-            self.controller.end(LetGo())
+            self.controller.end(Detached())
         with suppress(asyncio.CancelledError):
             await self.running
         if members_too:
-            await self.controller.bring_down()
+            await self.controller.shut_down()
         await self.backend.close()
         self.controller.close()
 
@@ -203,7 +203,7 @@ class Changing:
 
     def _is_settled(self) -> bool:
         seen = self.ledger.status()
-        if seen is None or not seen.settled or seen.number != self.ledger.wanted().number:
+        if seen is None or not seen.settled or seen.number != self.ledger.desired_state().number:
             return False
         members = self.backend.members()  # one that was killed just now has not been seen to end yet
         names = sorted(one.name for one in members)
@@ -213,7 +213,7 @@ class Changing:
 
     def change(self, **tables: dict[str, object]) -> None:
         def changed(before: object) -> DesiredFleet:
-            fleet = self.ledger.wanted().fleet
+            fleet = self.ledger.desired_state().fleet
             parts = {name: msgspec.structs.replace(getattr(fleet, name), **told) for name, told in tables.items()}
             return msgspec.structs.replace(fleet, **parts)
 
@@ -236,14 +236,14 @@ class Changing:
             self._signal(pid, signal.SIGKILL)
 
     async def apply(self) -> None:
-        self.ledger.want(wanted(self.dice, self.place.backend))
+        self.ledger.apply(wanted(self.dice, self.place.backend))
 
     async def roll(self) -> None:
         stamp = str(self.dice.random())
         self.ledger.change(lambda before: msgspec.structs.replace(before.fleet, stamp=stamp))
 
     async def roll_back(self) -> None:
-        if earlier := self.ledger.wanted().earlier:
+        if earlier := self.ledger.desired_state().earlier:
             self.ledger.change(lambda _: earlier[0])
 
     async def pause(self) -> None:

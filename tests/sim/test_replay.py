@@ -142,8 +142,8 @@ def test_what_is_wanted_of_a_fleet_can_change_while_a_trace_runs() -> None:
 
     def grow(world: World) -> None:
         assert isinstance(world, FleetWorld)
-        if world.num_ended == 2 and world.ledger.wanted().number == 1:
-            world.want(fleet(2))
+        if world.num_ended == 2 and world.ledger.desired_state().number == 1:
+            world.apply(fleet(2))
 
     spec = replace(PLAIN, instance=replace(INSTANCE, start_s=1.0))
     found = TraceReplay(spec, SEPARATE, fleet=fleet(1), on_sample=grow).run(Targets(ttft=1.0))

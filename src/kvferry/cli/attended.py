@@ -22,7 +22,7 @@ from kvferry.core.process_exit import run_async, shutdown_signals
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, Recipe, backend_class
-from kvferry.fleet.control.controller import Controller, End, FleetFailed, LeadershipLost, LetGo, ShutdownRequested
+from kvferry.fleet.control.controller import Controller, Detached, End, FleetFailed, LeadershipLost, ShutdownRequested
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.router_client import RouterClient
 from kvferry.fleet.display import Display, ReportingDisplay
@@ -137,7 +137,7 @@ class AttendedFleet:
 
     async def _run(self, folder: Path) -> int:
         ledger = Ledger(folder / "ledger")
-        ledger.want(self._fleet)
+        ledger.apply(self._fleet)
         context = BackendContext(folder, self._make_recipe, self._display, outlives=False, token=self._token)
         backend = self._backend = self._make_backend(context)
         async with controlling(
@@ -148,7 +148,7 @@ class AttendedFleet:
                 controller.end(self._stop_requested)
             end = await controller.run()
             code = self._report(end, is_up=controller.is_up)
-            await controller.bring_down()
+            await controller.shut_down()
             await asyncio.gather(*self._aborting)
         return EXIT_KILLED if self._is_aborting else code
 
@@ -164,7 +164,7 @@ class AttendedFleet:
                 how = " once running answers end; Ctrl-C again ends everything now" if is_up else ""
                 self._display.stopping(f"{by}stopping everything{how}")
                 return 0
-            case LetGo():
+            case Detached():
                 return 0
             case LeadershipLost():
                 self._display.error("another controller looks after this fleet now; its members are left to that one")

@@ -77,7 +77,7 @@ def judge(report: TrafficReport, views: list[dict[str, Any]], plan: FleetPlan | 
     decoding = [view for view in alive if view.get("role") == "decode"]
     counts = Counts(len(alive) - len(decoding), len(decoding))
     facts = [view.get("facts") or {} for view in decoding]
-    room = DecodeCapacity.least(
+    room = DecodeCapacity.smallest(
         (int(fact.get("num_kv_tokens") or 0), int(fact.get("max_num_seqs") or 0)) for fact in facts
     )
     ttft_s, itl_s = (plan.ttft_s, plan.itl_s) if plan is not None and plan.ttft_s and plan.itl_s else (0.0, 0.0)

@@ -22,7 +22,7 @@ from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, Memb
 from kvferry.fleet.control.controller import Controller, LeadershipLost, ShutdownRequested
 from kvferry.fleet.control.leadership import TAKEN_S, LeadershipUnknown, TimedLeadership
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.router_client import RouterClient, View
+from kvferry.fleet.control.router_client import InstanceView, RouterClient
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import SimInstance
@@ -131,7 +131,7 @@ class SimRouterClient(RouterClient):
         super().__init__(TOKEN)
         self._backend = backend
 
-    async def declare(self, *args: Any, **options: Any) -> Mapping[str, View] | None:
+    async def declare(self, *args: Any, **options: Any) -> Mapping[str, InstanceView] | None:
         """Declare instances to the routers, and record the controller."""
         self._backend.record_action("declares instances")
         return await super().declare(*args, **options)
@@ -248,7 +248,7 @@ class FleetWorld(World):
         with tempfile.TemporaryDirectory(prefix="kvferry-sim-") as folder:
             for number in range(self.num_controllers):
                 ledger = Ledger(Path(folder) / f"fleet{number}")
-                ledger.want(self._fleet)
+                ledger.apply(self._fleet)
                 self._controllers.append(_SimController(ledger))
             with super().running():
                 yield self
@@ -282,7 +282,7 @@ class FleetWorld(World):
             try:
                 end = await controller.run()
                 if isinstance(end, ShutdownRequested):
-                    await controller.bring_down()
+                    await controller.shut_down()
                 await backend.close()
             finally:
                 process.on_end.pop(controller, None)
@@ -321,12 +321,12 @@ class FleetWorld(World):
         if self.num_controllers > 1 and not self._has_leader:
             return False
         seen = self.ledger.status()
-        return seen is not None and seen.settled and seen.number == self.ledger.wanted().number
+        return seen is not None and seen.settled and seen.number == self.ledger.desired_state().number
 
-    def want(self, fleet: DesiredFleet) -> None:
+    def apply(self, fleet: DesiredFleet) -> None:
         """Apply another spec."""
         for controller in self._controllers:
-            controller.ledger.want(fleet)
+            controller.ledger.apply(fleet)
         self.simulation.note("another fleet is applied")
 
     # Its members.

@@ -129,7 +129,7 @@ def test_a_fleet_that_is_not_there(state: Path, capsys: pytest.CaptureFixture[st
 
 def test_what_is_kept_of_a_fleet_cannot_be_read(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = Ledger(state / "fleets" / "chat")
-    ledger.want(read_fleet(state.parent / "chat.toml"))
+    ledger.apply(read_fleet(state.parent / "chat.toml"))
     (ledger.folder / "status.json").write_bytes(b"\xff{")
     (ledger.folder / "history.jsonl").write_text('nonsense\n{"at": 1e300, "what": "up"}\n')
     assert main(["fleet", "status", "chat"]) == 1
@@ -145,7 +145,7 @@ def test_what_is_kept_of_a_fleet_cannot_be_read(state: Path, capsys: pytest.Capt
 
 def test_why_the_last_controller_ended_is_said(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = Ledger(state / "fleets" / "chat")
-    ledger.want(read_fleet(state.parent / "chat.toml"))
+    ledger.apply(read_fleet(state.parent / "chat.toml"))
     (ledger.folder / "controller.log").write_text("kvferry: error: cannot listen on 127.0.0.1:1: Permission denied\n")
     assert main(["fleet", "status", "chat"]) == 1
     assert "no controller looks after it (cannot listen on 127.0.0.1:1: Permission denied);" in capsys.readouterr().out
@@ -153,7 +153,7 @@ def test_why_the_last_controller_ended_is_said(state: Path, capsys: pytest.Captu
 
 def test_what_keeps_a_fleet_from_what_it_is_to_be_is_said_once(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = Ledger(state / "fleets" / "chat")
-    ledger.want(read_fleet(state.parent / "chat.toml"))
+    ledger.apply(read_fleet(state.parent / "chat.toml"))
     failed = RoleStatus(desired=1, ready=0, updated=0, starting=0, draining=0, failed="failed once", given_up=True)
     trouble = ("the control service does not answer", "decode: failed once")
     ledger.write_status(
@@ -168,7 +168,7 @@ def test_what_keeps_a_fleet_from_what_it_is_to_be_is_said_once(state: Path, caps
 def test_what_was_seen_last_is_not_shown_as_what_is_there_now(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """After a power cut, all processes are gone, and the files say that they are ready."""
     ledger, pid = Ledger(state / "fleets" / "chat"), os.getpid()
-    ledger.want(read_fleet(state.parent / "chat.toml"))
+    ledger.apply(read_fleet(state.parent / "chat.toml"))
     both = RoleStatus(desired=1, ready=1, updated=1, starting=0, draining=0)
     seen = FleetStatus(1.0, pid, 1, "http://127.0.0.1:9", {"both": both}, (), settled=True, started=started_at(pid))
     lease = ledger.try_acquire()
@@ -194,7 +194,7 @@ async def test_a_change_is_waited_for_while_what_runs_the_members_does_not_answe
     state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = Ledger(state / "fleets" / "chat")
-    number = ledger.want(read_fleet(state.parent / "chat.toml")).number + 1
+    number = ledger.apply(read_fleet(state.parent / "chat.toml")).number + 1
     lease = ledger.try_acquire()
     assert lease is not None
     pid = os.getpid()
@@ -218,15 +218,15 @@ async def test_a_change_is_waited_for_while_what_runs_the_members_does_not_answe
 
 def test_counts_are_checked_when_a_fleet_is_scaled(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = Ledger(state / "fleets" / "chat")
-    before = ledger.want(read_fleet(state.parent / "chat.toml"))
+    before = ledger.apply(read_fleet(state.parent / "chat.toml"))
     for count in ("both=-1", "both=99999", "both=" + "9" * 5000, "both=²", "both", "=3", "boht=3"):
         assert main(["fleet", "scale", "chat", count]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
-    assert ledger.wanted() == before
+    assert ledger.desired_state() == before
 
 
 def test_a_name_of_none_is_said_with_the_nearest_that_there_is(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Ledger(state / "fleets" / "chat").want(read_fleet(state.parent / "chat.toml"))
+    Ledger(state / "fleets" / "chat").apply(read_fleet(state.parent / "chat.toml"))
     for command, said in (
         (["status", "chap"], "'chap' is not a known fleet; did you mean 'chat'?"),
         (["scale", "chat", "bohh=2"], "'bohh' is not a known role; did you mean 'both'?"),
@@ -273,12 +273,12 @@ def test_a_run_that_only_waits_keeps_nobody_from_changing_the_fleet_and_overrule
         try:
             assert running.stderr is not None
             assert "waiting in case it ends" in running.stderr.readline()
-            assert ledger.wanted().source == str(spec)
+            assert ledger.desired_state().source == str(spec)
             assert main(["fleet", "pause", "chat"]) == 0, capsys.readouterr().err
             end_controller(ledger)
-            while not ((holder := ledger.controller) and holder.pid == running.pid and ledger.wanted().source):
+            while not ((holder := ledger.controller) and holder.pid == running.pid and ledger.desired_state().source):
                 time.sleep(0.01)
-            assert not ledger.wanted().fleet.roll.pause  # as the file says
+            assert not ledger.desired_state().fleet.roll.pause  # as the file says
             assert main(["fleet", "pause", "chat"]) == 2
             assert "change that file, or end it first" in capsys.readouterr().err
         finally:
@@ -316,7 +316,7 @@ def test_a_fleet_without_a_controller_is_deleted_however_soon_its_next_one_has_e
 ) -> None:
     monkeypatch.setattr(controllers, "POLL_INTERVAL_S", 0.0)
     ledger = Ledger(state / "fleets" / "chat")
-    ledger.want(read_fleet(state.parent / "chat.toml"))
+    ledger.apply(read_fleet(state.parent / "chat.toml"))
     looked = type(ledger).has_controller
     # As if every look came too early or too late: between two of them, the controller begins and ends.
     monkeypatch.setattr(Ledger, "has_controller", property(lambda one: looked.fget(one) and False))
@@ -337,7 +337,7 @@ def test_a_state_folder_that_cannot_be_written_to(
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 def test_the_fleet_of_another_user_is_left_alone(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = Ledger(state / "fleets" / "chat")
-    ledger.want(read_fleet(state.parent / "chat.toml"))
+    ledger.apply(read_fleet(state.parent / "chat.toml"))
     os.chown(ledger.folder, 65534, 65534)
     for command in (["apply", str(state.parent / "chat.toml")], ["resume", "chat"], ["delete", "chat"]):
         assert main(["fleet", *command]) == 2

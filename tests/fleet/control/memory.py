@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState, NotStarted
-from kvferry.fleet.control.router_client import RouterClient, View
+from kvferry.fleet.control.router_client import InstanceView, RouterClient
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 
 
@@ -98,7 +98,7 @@ class MemoryFront(RouterClient):
         self.declared: dict[str, tuple[str, str]] = {}
         """Name to role and unit."""
         self.urls: dict[str, str] = {}
-        self.operators: dict[str, View] = {}
+        self.operators: dict[str, InstanceView] = {}
         """What operators have added to the routers, and maybe drained."""
         self.draining: set[str] = set()
         self.busy: set[str] = set()
@@ -111,10 +111,10 @@ class MemoryFront(RouterClient):
         """What routers say of requests."""
         self.answers = True
 
-    async def why_not(self, router: str) -> str:
+    async def rejection_reason(self, router: str) -> str:
         return self.stranger
 
-    async def views(self, router: str) -> Mapping[str, View] | None:
+    async def views(self, router: str) -> Mapping[str, InstanceView] | None:
         return self._views() if self.answers else None
 
     async def declare(
@@ -123,7 +123,7 @@ class MemoryFront(RouterClient):
         instances: Iterable[Member],
         draining: Iterable[str],
         plan: FleetPlan | None = None,
-    ) -> Mapping[str, View] | None:
+    ) -> Mapping[str, InstanceView] | None:
         if not self.answers:
             return None
         self.told, instances = plan, list(instances)
@@ -138,9 +138,9 @@ class MemoryFront(RouterClient):
     async def traffic(self, router: str, seconds: float, most: int) -> TrafficReport | None:
         return self.reported()
 
-    def _views(self) -> dict[str, View]:
+    def _views(self) -> dict[str, InstanceView]:
         return self.operators | {
-            name: View(
+            name: InstanceView(
                 name=name,
                 url=self.urls[name],
                 role=role,

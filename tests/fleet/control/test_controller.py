@@ -17,9 +17,9 @@ from fleet.recording import RecordingDisplay
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.backend import MemberSpec
-from kvferry.fleet.control.controller import Controller, End, FleetFailed, LetGo, ShutdownRequested
+from kvferry.fleet.control.controller import Controller, Detached, End, FleetFailed, ShutdownRequested
 from kvferry.fleet.control.ledger import FleetStatus, Ledger
-from kvferry.fleet.control.router_client import View
+from kvferry.fleet.control.router_client import InstanceView
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 
 HANGS_S = 60.0
@@ -53,7 +53,7 @@ class Controlled:
     def __init__(self, folder: Path, fleet: DesiredFleet) -> None:
         self.ledger, self.backend, self.front = Ledger(folder / "f"), MemoryBackend(), MemoryFront()
         self.display = RecordingDisplay()
-        self.ledger.want(fleet)
+        self.ledger.apply(fleet)
 
     def controller(self, **more: Any) -> Controller:
         return Controller(self.ledger, self.backend, self.front, self.display, SYSTEM_CLOCK, **{"grace_s": 7.0, **more})
@@ -66,7 +66,7 @@ class Controlled:
             async with asyncio.timeout(HANGS_S):
                 yield task
         finally:
-            controller.end(LetGo())
+            controller.end(Detached())
             try:
                 await task
             finally:
@@ -82,7 +82,7 @@ class Controlled:
 
     @property
     def number(self) -> int:
-        return self.ledger.wanted().number
+        return self.ledger.desired_state().number
 
     def history(self, what: str) -> list[str]:
         return [one.name for one in self.ledger.history() if one.what == what]
@@ -119,7 +119,7 @@ async def test_what_operators_have_added_to_the_routers_is_not_taken_for_a_membe
     """It may be called as one that is starting, which routers do not know of yet."""
     made = Controlled(tmp_path, pooling(1, 1))
     url = "http://elsewhere:1"
-    made.front.operators[DECODE] = View(DECODE, "decode", "draining", 0, draining=True, drained=True, url=url)
+    made.front.operators[DECODE] = InstanceView(DECODE, "decode", "draining", 0, draining=True, drained=True, url=url)
     made.backend.serves_at_once = False
     async with made.running():
         await made.until(lambda: len(made.backend.here) == 3)
@@ -189,7 +189,7 @@ async def test_a_crash_loop_is_named_and_ends_nothing_else(tmp_path: Path) -> No
         assert len(made.backend.starts) == started
         assert made.backend.serving == [PREFILL, ROUTER]
         made.backend.serves_at_once = True
-        made.ledger.want(pooling(failure={"crash_loop": 3}))  # whoever says it again wants it tried
+        made.ledger.apply(pooling(failure={"crash_loop": 3}))  # whoever says it again wants it tried
         await made.settled()
 
 
@@ -263,7 +263,7 @@ async def test_a_drain_waits_for_what_runs(tmp_path: Path) -> None:
     async with made.running():
         await made.settled()
         made.front.busy |= {DECODE, "decode-1"}
-        made.ledger.want(pooling(1, 1))
+        made.ledger.apply(pooling(1, 1))
         await made.until(lambda: made.front.draining)
         (leaving,) = made.front.draining
         await ticks(made.backend)
@@ -282,7 +282,7 @@ async def test_a_drain_has_a_deadline(tmp_path: Path) -> None:
     async with made.running():
         await made.settled()
         made.front.busy |= {DECODE, "decode-1"}
-        made.ledger.want(pooling(1, 1, **told))
+        made.ledger.apply(pooling(1, 1, **told))
         await made.settled()
     assert len(made.backend.stops) == 1
 
@@ -295,7 +295,7 @@ async def test_while_no_router_answers_what_they_said_last_holds(tmp_path: Path)
         await made.settled()
         made.front.answers = False
         made.front.busy |= {DECODE, "decode-1"}
-        made.ledger.want(pooling(2, 1))
+        made.ledger.apply(pooling(2, 1))
         await made.until(lambda: made.history("drain") and "prefill-1" in made.backend.serving)
         await ticks(made.backend)
         assert made.backend.stops == []
@@ -320,7 +320,7 @@ async def test_where_no_router_is_nobody_waits_for_one(tmp_path: Path) -> None:
     made = Controlled(tmp_path, pooling(1, 2, routers=0))
     async with made.running():
         await made.settled()
-        made.ledger.want(pooling(1, 1, routers=0))
+        made.ledger.apply(pooling(1, 1, routers=0))
         await made.settled()
     assert len(made.backend.stops) == 1
 
@@ -400,7 +400,7 @@ async def test_an_instance_changes_its_role_and_is_not_restarted(tmp_path: Path)
     async with made.running():
         await made.settled()
         started = len(made.backend.starts)
-        made.ledger.want(fleet(1, 2))
+        made.ledger.apply(fleet(1, 2))
         await made.settled()
         assert len(made.backend.starts) == started
         assert made.backend.stops == []
@@ -435,7 +435,7 @@ async def test_a_second_controller_waits_and_takes_up_what_is_there(tmp_path: Pa
     async with made.running():
         await made.settled()
         made.front.busy |= {DECODE, "decode-1"}
-        made.ledger.want(pooling(1, 1))
+        made.ledger.apply(pooling(1, 1))
         await made.until(lambda: made.front.draining)
         second = made.controller()
         task = asyncio.create_task(second.run())
@@ -452,8 +452,8 @@ async def test_a_second_controller_waits_and_takes_up_what_is_there(tmp_path: Pa
         await made.settled()
     assert len(made.backend.starts) == started
     assert sorted(made.history("found")) == [DECODE, "decode-1", PREFILL, ROUTER]
-    second.end(LetGo())
-    assert await task == LetGo()
+    second.end(Detached())
+    assert await task == Detached()
     assert made.ledger.has_controller  # until it has let go of all members
     second.close()
     assert not made.ledger.has_controller
@@ -464,7 +464,7 @@ async def test_a_controller_that_is_not_to_wait_ends_if_there_is_another(tmp_pat
     made = Controlled(tmp_path, pooling())
     async with made.running():
         await made.settled()
-        assert await made.controller(waits=False).run() == LetGo()
+        assert await made.controller(waits=False).run() == Detached()
         assert made.backend.num_opened == 1
     async with made.running(waits=False):
         await made.settled()
@@ -476,8 +476,8 @@ async def test_a_controller_that_waits_can_be_ended(tmp_path: Path) -> None:
         second = made.controller()
         task = asyncio.create_task(second.run())
         await made.until(lambda: made.display.of("note"))
-        second.end(LetGo())
-        assert await task == LetGo()
+        second.end(Detached())
+        assert await task == Detached()
 
 
 async def test_routers_with_another_token_are_left_alone(tmp_path: Path) -> None:
@@ -495,18 +495,18 @@ async def test_changes_while_it_serves(tmp_path: Path) -> None:
     async with made.running():
         await made.settled()
         first = {one.name for one in made.backend.members()}
-        made.ledger.want(pooling(2, 3))
+        made.ledger.apply(pooling(2, 3))
         await made.settled()
         assert len(made.backend.serving) == 6
         assert first <= set(made.backend.serving)
         other = pooling(2, 3, engine={"args": ["--seed=1"]})
-        made.ledger.want(other)
+        made.ledger.apply(other)
         await made.settled()
         assert {one.revision for one in made.backend.members() if one.role != "router"} == {other.revision}
         stopped = [name for name, _ in made.backend.stops]
         assert len(stopped) == 5
         assert ROUTER not in stopped
-        made.ledger.want(msgspec.structs.replace(other, stamp="again"))  # as `kvferry fleet roll` does
+        made.ledger.apply(msgspec.structs.replace(other, stamp="again"))  # as `kvferry fleet roll` does
         await made.settled()
         assert len(made.backend.stops) == 5 + 6
         assert ROUTER in [name for name, _ in made.backend.stops]
@@ -517,11 +517,11 @@ async def test_a_change_that_cannot_be_run_is_not_made(tmp_path: Path, caplog: p
     made.backend.cannot_run.add("wrong")
     async with made.running() as task:
         await made.settled()
-        made.ledger.want(pooling(stamp="wrong"))
+        made.ledger.apply(pooling(stamp="wrong"))
         await made.until(lambda: "it cannot be run here" in caplog.text)
         assert not task.done()
         assert made.backend.stops == []
-        made.ledger.want(pooling(2, 1))
+        made.ledger.apply(pooling(2, 1))
         await made.settled()
         assert "prefill-1" in made.backend.serving
 
@@ -531,11 +531,11 @@ async def test_a_roll_for_which_there_is_no_room_says_so(tmp_path: Path) -> None
     made = Controlled(tmp_path, pooling(role=roles))
     async with made.running():
         await made.settled()
-        made.ledger.want(pooling(role=roles, stamp="again"))
+        made.ledger.apply(pooling(role=roles, stamp="again"))
         await made.until(lambda: "decode-0, decode-1, prefill-0 could never be replaced: there is no" in made.trouble())
-        made.ledger.want(pooling(role=roles, stamp="again", roll={"pause": True}))
+        made.ledger.apply(pooling(role=roles, stamp="again", roll={"pause": True}))
         await made.until(lambda: made.trouble() == "")
-        made.ledger.want(pooling(role=roles, stamp="again", roll={"unavailable": 1}))
+        made.ledger.apply(pooling(role=roles, stamp="again", roll={"unavailable": 1}))
         await made.settled()
         assert made.trouble() == ""
 
@@ -544,7 +544,7 @@ async def test_a_fleet_does_not_move_to_another_backend(tmp_path: Path) -> None:
     made = Controlled(tmp_path, pooling())
     async with made.running():
         await made.settled()
-        made.ledger.want(pooling(backend={"kind": "ray"}))
+        made.ledger.apply(pooling(backend={"kind": "ray"}))
         await made.until(lambda: "backend.kind cannot be changed" in made.trouble())
         assert made.backend.stops == []
 
@@ -554,7 +554,7 @@ async def test_what_dies_is_still_replaced_after_a_change_that_cannot_be_run(tmp
     made.backend.cannot_run.add("wrong")
     async with made.running():
         await made.settled()
-        made.ledger.want(pooling(stamp="wrong"))
+        made.ledger.apply(pooling(stamp="wrong"))
         await ticks(made.backend)
         made.backend.die(DECODE)
         async with asyncio.timeout(10):
@@ -565,13 +565,13 @@ async def test_a_paused_fleet_replaces_nothing(tmp_path: Path) -> None:
     made = Controlled(tmp_path, pooling())
     async with made.running():
         await made.settled()
-        made.ledger.want(pooling(roll={"pause": True}))
+        made.ledger.apply(pooling(roll={"pause": True}))
         await made.settled()
         made.backend.die(DECODE)
         await made.until(lambda: DECODE not in made.backend.here)
         await ticks(made.backend)
         assert made.backend.serving == [PREFILL, ROUTER]
-        made.ledger.want(pooling())
+        made.ledger.apply(pooling())
         await made.settled()
         assert DECODE in made.backend.serving
 
@@ -584,12 +584,12 @@ async def test_a_fleet_that_is_deleted_ends_routers_first(tmp_path: Path) -> Non
         await made.settled()
         made.ledger.delete()
         assert await task == ShutdownRequested()
-        await controller.bring_down()
+        await controller.shut_down()
         controller.close()
     assert made.backend.here == {}
     assert made.backend.stops[0] == (ROUTER, 7.0)
     assert sorted(made.backend.stops[1:]) == [(DECODE, 7.0), (PREFILL, 7.0)]
-    assert made.ledger.wanted().deleted
+    assert made.ledger.desired_state().deleted
 
 
 async def test_a_member_that_never_serves_is_given_up(tmp_path: Path) -> None:
@@ -618,8 +618,8 @@ async def test_settings_that_change_nothing_in_processes_roll_nothing(tmp_path: 
     made = Controlled(tmp_path, pooling())
     async with made.running():
         await made.settled()
-        fleet = made.ledger.wanted().fleet
+        fleet = made.ledger.desired_state().fleet
         roll = msgspec.structs.replace(fleet.roll, history=3, surge=2)
-        made.ledger.want(msgspec.structs.replace(fleet, roll=roll))
+        made.ledger.apply(msgspec.structs.replace(fleet, roll=roll))
         await made.settled()
     assert made.backend.stops == []

@@ -15,7 +15,7 @@ from fleet.scaling.exact import observed, poisson
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import TrafficReport
-from kvferry.fleet.control.controller import LetGo
+from kvferry.fleet.control.controller import Detached
 from kvferry.fleet.control.desired_counts import rules_of
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.scaling.predictor import Topology
@@ -91,7 +91,7 @@ async def test_more_is_asked_for_and_more_is_started_and_all_say_so(tmp_path: Pa
     assert plan.decisions[0].what == "start"
     assert "requests/s" in plan.decisions[0].why
     assert status.decided
-    assert made.ledger.wanted().fleet.role["prefill"].count == 1, "what the user wants is not changed"
+    assert made.ledger.desired_state().fleet.role["prefill"].count == 1, "what the user wants is not changed"
 
 
 async def test_a_role_changes_before_anything_is_started(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ async def test_a_controller_elsewhere_goes_on_with_what_the_routers_were_told(tm
     serving, desired = made.backend.serving, made.front.told
     made.front.reported = lambda: None
     made.ledger = Ledger(tmp_path / "elsewhere")
-    made.ledger.want(scaled())
+    made.ledger.apply(scaled())
     async with made.running():
         await ticks(made.backend, 10)
         assert made.backend.serving == serving
@@ -181,13 +181,13 @@ async def test_a_spec_that_is_applied_again_does_not_take_back_what_was_started(
     async with made.running():
         await followed(made)
         serving = made.backend.serving
-        made.ledger.want(scaled())
+        made.ledger.apply(scaled())
         await made.settled()
         assert made.backend.serving == serving
-        made.ledger.want(pooling(1, 1))  # without [scale], the counts are the user's again
+        made.ledger.apply(pooling(1, 1))  # without [scale], the counts are the user's again
         await made.settled()
         assert made.backend.serving == [DECODE, PREFILL, "router-0"]
-        assert made.ledger.scaled() is None, "nor does a later [scale] begin with what an earlier one decided"
+        assert made.ledger.scaled_counts() is None, "nor does a later [scale] begin with what an earlier one decided"
 
 
 async def test_recommendations_are_only_said(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ async def test_routers_that_do_not_answer_change_nothing(tmp_path: Path) -> None
         await ticks(made.backend, 10)
         assert not decided(made)
         assert not task.done()
-    assert isinstance(await asyncio.shield(task), LetGo)
+    assert isinstance(await asyncio.shield(task), Detached)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.fleet.control.file_leadership import HUNG_S, FileLeadership, LeaderRecord, holder, is_held, locked
+from kvferry.fleet.control.file_leadership import HUNG_S, FileLeadership, LeaderRecord, holder, is_held, lock_file
 from kvferry.fleet.processes.start_time import started_at
 
 HOLDS = """
@@ -122,12 +122,12 @@ def test_a_file_that_says_nothing(path: Path, content: bytes) -> None:
 
 
 def test_a_file_that_was_removed_is_locked_for_nobody(path: Path) -> None:
-    first = locked(path)
+    first = lock_file(path)
     assert first is not None
     path.unlink()
-    second = locked(path)
+    second = lock_file(path)
     assert second is not None
-    assert locked(path) is None
+    assert lock_file(path) is None
     os.close(first)
-    assert locked(path) is None
+    assert lock_file(path) is None
     os.close(second)

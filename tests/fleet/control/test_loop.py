@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.control.backoff import held_back, remember
+from kvferry.fleet.control.backoff import record_failure, start_backoff
 from kvferry.fleet.control.dry_run import dry_run_steps
 from kvferry.fleet.control.facts import Drain, Failure, ObservedInstance, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.loop import plan
@@ -336,9 +336,9 @@ def test_waits_after_failures_grow_and_a_crash_loop_ends_it() -> None:
     waits = [later - earlier for earlier, later in pairwise(starts)]
     assert waits == [3.0, 5.0, 9.0]  # and the round in which the failure is seen
     assert [one.role for one in world.members.values()] == ["prefill"]
-    why = held_back(world.fleet, "decode", world.members.values(), world.failures, world.now)
+    why = start_backoff(world.fleet, "decode", world.members.values(), world.failures, world.now)
     assert why is not None
-    assert why.for_good
+    assert why.is_permanent
     assert why.why.startswith("failed 4 times in a row, and is not started again: ")
 
 
@@ -346,16 +346,16 @@ def test_any_number_of_failures_makes_a_crash_loop() -> None:
     fleet = pooling(failure={"crash_loop": 3000, "backoff": ["1ms", "2ms"]})
     failures: list[Failure] = []
     for number in range(2999):
-        remember(failures, Failure("decode", fleet.revision, float(number), "it ended"), 3000)
-        remember(failures, Failure("prefill", fleet.revision, float(number), "it ended"), 3)
-    held = held_back(fleet, "decode", [], failures, 2998.001)
+        record_failure(failures, Failure("decode", fleet.revision, float(number), "it ended"), 3000)
+        record_failure(failures, Failure("prefill", fleet.revision, float(number), "it ended"), 3)
+    held = start_backoff(fleet, "decode", [], failures, 2998.001)
     assert held is not None
-    assert not held.for_good
+    assert not held.is_permanent
     for _ in range(2):
-        remember(failures, Failure("decode", fleet.revision, 3000.0, "the last"), 3000)
-    held = held_back(fleet, "decode", [], failures, 9000.0)
+        record_failure(failures, Failure("decode", fleet.revision, 3000.0, "the last"), 3000)
+    held = start_backoff(fleet, "decode", [], failures, 9000.0)
     assert held is not None
-    assert (held.for_good, held.why[:22]) == (True, "failed 3000 times in a")
+    assert (held.is_permanent, held.why[:22]) == (True, "failed 3000 times in a")
     assert Counter(one.role for one in failures) == {"decode": 3000, "prefill": 3}
 
 
@@ -377,8 +377,8 @@ def test_who_has_served_for_a_while_has_recovered() -> None:
     fleet = pooling(failure={"crash_loop": 1})
     failed = [Failure("decode", fleet.revision, 10.0, "it ended")]
     one = ObservedInstance("decode-0", "decode", fleet.revision, Phase.READY, 20.0)
-    assert held_back(fleet, "decode", [one], failed, 30.0)
-    assert not held_back(fleet, "decode", [one], failed, 90.0)
+    assert start_backoff(fleet, "decode", [one], failed, 30.0)
+    assert not start_backoff(fleet, "decode", [one], failed, 90.0)
 
 
 def test_a_unit_holds_nothing_while_it_waits_for_what_never_comes() -> None:

@@ -93,7 +93,7 @@ async def test_all_routers_say_what_the_requests_need(tmp_path: Path) -> None:
 
 async def test_one_that_begins_goes_on_from_what_was_told(tmp_path: Path) -> None:
     async with two_routers() as (routers, urls), FleetSettings() as front:
-        await front.tell(urls[1], FleetPlan({"prefill": 5, "decode": 3}))
+        await front.send_plan(urls[1], FleetPlan({"prefill": 5, "decode": 3}))
         made = Recommender(SpecFile(spec(tmp_path), read_recommended), urls, Ledger(tmp_path), front, ManualClock(1e6))
         await made.look()
         assert [one and one.desired for one in told(routers)] == [{"prefill": 5, "decode": 3}] * 2

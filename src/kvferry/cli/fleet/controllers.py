@@ -23,7 +23,7 @@ from kvferry.core.keys import shared_token, users_token
 from kvferry.core.process_exit import run_async
 from kvferry.core.settings.options import unknown_key
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
-from kvferry.fleet.control.controller import LeadershipLost, LetGo, ShutdownRequested
+from kvferry.fleet.control.controller import Detached, LeadershipLost, ShutdownRequested
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.display import Display, PlainDisplay
 from kvferry.fleet.leftovers import remove_leftovers
@@ -57,19 +57,19 @@ def control(
     remove_leftovers()
     ledger = existing_ledger(name)
     with suppress(OSError):  # it is gone: paths that begin there are, too
-        os.chdir(ledger.wanted().place or ".")
+        os.chdir(ledger.desired_state().directory or ".")
     return run_async(reconcile(ledger, waits=wait))
 
 
 async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, display: Display | None = None) -> int:
     """Run a fleet's controller until a signal. If its heartbeat was late, so that another controller may have taken
     over, it starts again, and waits for the other one. `follows`: as in `Controller`."""
-    fleet, display = ledger.wanted().fleet, display or PlainDisplay()
+    fleet, display = ledger.desired_state().fleet, display or PlainDisplay()
     backend = make_backend(running_folder(ledger), fleet, display)
     grace_s = grace_of(fleet, serve)
 
     def on_signal(number: int) -> None:
-        controller.end(LetGo())
+        controller.end(Detached())
 
     async with controlling(
         ledger, backend, display, on_signal, waits=waits, follows=follows, grace_s=grace_s
@@ -78,7 +78,7 @@ async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, displ
         if isinstance(end, LeadershipLost):
             _restart()
         if isinstance(end, ShutdownRequested):
-            await controller.bring_down()
+            await controller.shut_down()
     display.close()
     if backend.hangs:
         exit_now(0)
@@ -183,6 +183,6 @@ def controller_exit_reason(ledger: Ledger) -> str:
 def is_ending(ledger: Ledger) -> bool:
     """True if the fleet is being deleted, or has been."""
     try:
-        return not ledger.exists or ledger.wanted().deleted
+        return not ledger.exists or ledger.desired_state().deleted
     except ConfigError:  # it cannot be read, so no controller would end its members
         return False

@@ -69,7 +69,7 @@ def apply(
         why = f"{what}: with max = count and roll.unavailable = 0, no roll can replace anything"
         sys.stderr.write(f"kvferry: {why}; raise one of max and roll.unavailable to be able to change settings\n")
     _wait_for_end(ledger, wait_s)
-    return _apply_and_follow(ledger, ledger.want(fleet), wait_s)
+    return _apply_and_follow(ledger, ledger.apply(fleet), wait_s)
 
 
 def scale(
@@ -194,7 +194,7 @@ def _apply_and_follow(ledger: Ledger, desired: DesiredState, wait_s: float) -> i
 def _require_not_followed(ledger: Ledger) -> None:
     """Raise `ConfigError` if a controller follows a file, to which it would revert any change."""
     try:
-        desired = ledger.wanted()
+        desired = ledger.desired_state()
     except ConfigError:
         return
     if desired.source and (holder := ledger.controller) is not None and holder.follows:
@@ -207,7 +207,7 @@ def _require_not_followed(ledger: Ledger) -> None:
 def require_same_place(ledger: Ledger, fleet: DesiredFleet) -> None:
     """A fleet stays where it is: elsewhere, no controller would find its members. Raises `ConfigError`."""
     try:
-        before = ledger.wanted()
+        before = ledger.desired_state()
     except ConfigError:  # it does not exist, or its state cannot be read
         return
     kind, new_kind = before.fleet.backend.kind, fleet.backend.kind
@@ -279,7 +279,7 @@ def _see_end(ledger: Ledger, name: str, wait_s: float) -> int:
         time.sleep(POLL_INTERVAL_S)
         if (holder := ledger.controller) is not None and holder.hangs:
             require_controller(ledger, name)
-    if ledger.exists and not ledger.forget(running_path(ledger)):
+    if ledger.exists and not ledger.remove(running_path(ledger)):
         raise ConfigError(f"{name} was applied again while it ended")
     sys.stdout.write(f"{name}: ended\n")
     return 0

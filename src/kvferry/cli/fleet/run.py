@@ -87,7 +87,7 @@ class _Followed:
         try:
             self._want(self.fleet)
         except ConfigError as error:
-            if not self.ledger.exists or self.ledger.wanted().source != self._source:
+            if not self.ledger.exists or self.ledger.desired_state().source != self._source:
                 raise
             logger.error("the change is refused, and what was wanted before stays in force: %s", error)
 
@@ -95,7 +95,7 @@ class _Followed:
         """The content of this file when it was last followed."""
         for name in fleet_names():
             with suppress(ConfigError):  # another fleet's, which cannot be read
-                desired = ledger_of(name).wanted()
+                desired = ledger_of(name).desired_state()
                 if desired.source == self._source and not desired.deleted:
                     return desired.fleet
         return None
@@ -120,7 +120,7 @@ class _Followed:
         if holder is None or holder.pid != os.getpid():
             return False
         with suppress(ConfigError):  # it is gone, or cannot be read
-            desired = self.ledger.wanted()
+            desired = self.ledger.desired_state()
             return desired.source != self._source and not desired.deleted
         return False
 
@@ -130,6 +130,6 @@ class _Followed:
             raise ConfigError(f"name cannot be changed from {ledger.folder.name} to {fleet.name}: it is another fleet")
         require_same_place(ledger, fleet)
         make_backend(running_path(ledger), fleet)
-        before = ledger.wanted() if ledger.exists else None
+        before = ledger.desired_state() if ledger.exists else None
         if before is None or before.deleted or (before.fleet, before.source) != (fleet, self._source):
-            ledger.want(fleet, self._source)
+            ledger.apply(fleet, self._source)

@@ -46,7 +46,7 @@ def status(
         are_current &= is_current
         if json:
             shown = {
-                "wanted": ledger.wanted(),
+                "wanted": ledger.desired_state(),
                 "status": ledger.status(),
                 "is_current": is_current,
                 "has_controller": ledger.has_controller,
@@ -76,7 +76,7 @@ def event_text(event: Event) -> str:
 
 
 def _overview(name: str, ledger: Ledger) -> list[str]:
-    desired, seen = ledger.wanted(), ledger.status()
+    desired, seen = ledger.desired_state(), ledger.status()
     fleet = desired.fleet
     head = f"{name}  {fleet.model}  {fleet.mode}  revision {fleet.revision}"
     lines = [head + ("  paused" if fleet.roll.pause else "") + ("  ending" if desired.deleted else "")]

@@ -74,7 +74,7 @@ def why(
         sum(instance.role == "prefill" for instance in used), sum(instance.role == "decode" for instance in used)
     )
     facts = [instance.facts for instance in used if instance.role == "decode" and instance.facts is not None]
-    room = DecodeCapacity.least((instance.num_kv_tokens, instance.max_num_seqs) for instance in facts)
+    room = DecodeCapacity.smallest((instance.num_kv_tokens, instance.max_num_seqs) for instance in facts)
     verdict = judge(report, counts, LatencyTargets(targets.ttft, targets.itl), goal, room)
     if verdict is None:
         done = sum(instance.state == "done" for instance in report.requests)

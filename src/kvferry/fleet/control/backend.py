@@ -1,8 +1,8 @@
-"""What carries out the steps of a fleet: a backend starts its members somewhere, and says what has become of them.
+"""The interface of backends, which carry out the steps of a fleet: they start its members and report their state.
 
 A backend decides nothing. It keeps what `members` reports where a later controller finds it: members outlive the
-controller that started them, and the next one takes them up by `open`. To write one, see `docs/extending.md`; it is
-done when `kvferry.testing.backends` passes with it.
+controller that started them, and the next one adopts them by `open`. To write a backend, see `docs/extending.md`; it
+is done when `kvferry.testing.backends` passes with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NotStarted(KvferryError):
 
 @dataclass(frozen=True)
 class MemberSpec:
-    """What to start. `name` is unique in the fleet. `revision` names its settings, which the backend has from the
+    """A member to start. `name` is unique in the fleet. `revision` names its settings, which the backend has from the
     recipe; `unit`: members of one unit are placed together."""
 
     name: str
@@ -39,18 +39,18 @@ class MemberSpec:
 
 
 class MemberState(Enum):
-    """What a backend knows of a member's process."""
+    """The state of a member's process, as its backend sees it."""
 
     STARTING = "starting"
     SERVING = "serving"
     """It answers requests at `url`."""
     ENDED = "ended"
-    """Its process is gone, although nobody stopped it."""
+    """Its process is gone, although it was not stopped."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One that was started and not stopped. `role`: as it was started, or as `assign` changed it. `url`: where it
+    """A member that was started and not stopped. `role`: as it was started, or as `assign` changed it. `url`: where it
     answers requests; `health_url`: where this process alone does, if others answer at `url` too. `reason`: why it has
     ended; `is_misconfigured`: it ended because its settings are wrong, and would do so again; `last_lines`: of its
     log."""
@@ -69,7 +69,7 @@ class Member:
 
 
 class Watcher(Protocol):
-    """Called with what members write and do, while it happens."""
+    """Receives the log lines and the progress of members, as they happen."""
 
     def line(self, name: str, text: str) -> None:
         """A line of a member's log."""
@@ -82,15 +82,15 @@ class Watcher(Protocol):
 
 
 class Recipe(Protocol):
-    """How the members of a fleet are run as processes."""
+    """Makes the command lines of a fleet's members."""
 
     @property
     def num_instances(self) -> int:
-        """How many instances are wanted; cores are divided among them."""
+        """Number of desired instances; cores are divided among them."""
 
     @property
     def num_routers(self) -> int:
-        """How many routers there are to be."""
+        """Number of desired routers."""
 
     @property
     def cores(self) -> Cores:
@@ -105,17 +105,17 @@ class Recipe(Protocol):
         at `host`."""
 
     def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
-        """What to run for an instance. `number` is one that no other member has. Raises `KvferryError`."""
+        """The process of an instance. `number` is unique among the members. Raises `KvferryError`."""
 
     def router_member(self, name: str, group: RouterGroup) -> ProcessSpec:
-        """What to run for a router. Raises `KvferryError`."""
+        """The process of a router. Raises `KvferryError`."""
 
 
 @dataclass(frozen=True)
 class BackendContext:
-    """What a backend is made with. `folder`: of this fleet alone, readable by this user only, and gone when the machine
-    is. `make_recipe` raises `ConfigError` for a fleet that cannot be run. `outlives`: members go on when the backend
-    is closed; otherwise they end with it. `token`: the secret of the fleet's processes."""
+    """The context of one fleet's backend. `folder`: of this fleet alone, readable by this user only, and lost when the
+    machine restarts. `make_recipe` raises `ConfigError` for a fleet that cannot be run. `outlives`: members continue
+    when the backend is closed; otherwise they end with it. `token`: the secret of the fleet's processes."""
 
     folder: Path
     make_recipe: Callable[[DesiredFleet], Recipe]
@@ -191,5 +191,5 @@ def backend_class(kind: str) -> type[FleetBackend]:
         )
     if kind == "ray":
         require_library(f"backend {kind}", kind, kind, [kind])
-    found: type[FleetBackend] = BACKENDS.find(kind, FleetBackend)
-    return found
+    backend: type[FleetBackend] = BACKENDS.find(kind, FleetBackend)
+    return backend

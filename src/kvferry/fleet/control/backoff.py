@@ -1,4 +1,4 @@
-"""When instances are started again after failures."""
+"""Backoff between the starts of instances that fail."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ from kvferry.fleet.control.facts import Failure, ObservedInstance, Phase
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, seconds
 
 SETTLED_S = 60.0
-"""How long a member must have served to have recovered: failures before that count no longer."""
+"""Seconds that a member must have served to have recovered: failures before that count no longer."""
 
 _MAX_DOUBLINGS = 64
-"""A longer wait than any that can be asked for; beyond 1,023 the float overflows."""
+"""A longer wait than any in a spec; beyond 1,023 the float overflows."""
 
 
 @dataclass(frozen=True)
 class StartBackoff:
-    """Why no member of a role is started now. `for_good`: nor later, unless something changes."""
+    """The reason why no member of a role is started now. `is_permanent`: nor later, unless something changes."""
 
     why: str
-    for_good: bool = False
+    is_permanent: bool = False
 
 
-def held_back(
+def start_backoff(
     fleet: DesiredFleet, role: MemberRole, members: Iterable[ObservedInstance], failures: Iterable[Failure], now: float
 ) -> StartBackoff | None:
-    """Whether a member of this role may be started now, after failures in a row; None if it may."""
+    """The reason why no member of this role may be started now, after failures in a row; None if one may."""
     revision, failing = fleet.revision, fleet.failure
     settled = [
-        one.since
-        for one in members
-        if (one.role, one.revision, one.phase) == (role, revision, Phase.READY) and now - one.since >= SETTLED_S
+        member.since
+        for member in members
+        if (member.role, member.revision, member.phase) == (role, revision, Phase.READY)
+        and now - member.since >= SETTLED_S
     ]
     row = [
-        one for one in failures if (one.role, one.revision) == (role, revision) and one.at > max(settled, default=-1e18)
+        failure
+        for failure in failures
+        if (failure.role, failure.revision) == (role, revision) and failure.at > max(settled, default=-1e18)
     ]
     if not row:
         return None
     if len(row) >= failing.crash_loop:
-        return StartBackoff(f"failed {_times(len(row))}, and is not started again: {row[-1].reason}", for_good=True)
+        return StartBackoff(f"failed {_times(len(row))}, and is not started again: {row[-1].reason}", is_permanent=True)
     first, longest = map(seconds, failing.backoff)
     wait_s = row[-1].at + min(first * 2.0 ** min(len(row) - 1, _MAX_DOUBLINGS), longest) - now
     if wait_s <= 0:
@@ -47,12 +50,12 @@ def held_back(
     return StartBackoff(f"failed {_times(len(row))}, next start in {wait_s:.1f} s: {row[-1].reason}")
 
 
-def remember(failures: list[Failure], one: Failure, most: int) -> None:
-    """Add a failure; of its role and revision, no more than `most` are kept, which is as many as are ever counted."""
-    same = [before for before in failures if (before.role, before.revision) == (one.role, one.revision)]
-    if len(same) >= most:
+def record_failure(failures: list[Failure], failure: Failure, max_failures: int) -> None:
+    """Add a failure. Of its role and revision, the last `max_failures` are kept, which is as many as are counted."""
+    same = [before for before in failures if (before.role, before.revision) == (failure.role, failure.revision)]
+    if len(same) >= max_failures:
         failures.remove(same[0])
-    failures.append(one)
+    failures.append(failure)
 
 
 def _times(number: int) -> str:

@@ -1,12 +1,12 @@
-"""The controller of one fleet: looks at what is there, asks `plan` for the next steps, and has the backend take them.
+"""The controller of one fleet: observes it, has `plan` compute the next steps, and has the backend take them.
 
-    look      what the backend knows of processes, and the routers of requests (`observer`)
-    scale     the counts follow what is asked for, if the fleet says so (`scaling`)
+    observe   processes by the backend, and requests by the routers (`observer`)
+    scale     the counts follow the traffic, if the spec has `[scale]` (`desired_counts`)
     declare   to the routers: these instances serve, and these are leaving
-    plan      the steps from here to what is wanted, for instances and for routers (`loop`)
-    act       each step is noted in the ledger first, and runs beside the others
+    plan      the steps from the observed to the desired state, for instances and for routers (`loop`)
+    act       each step is recorded in the ledger first, and runs beside the others
 
-It can die at any moment: what it knows is either wanted (the ledger), or can be seen (the backend, the routers).
+It can die at any moment: the ledger has the desired state, and the rest is observed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState
-from kvferry.fleet.control.backoff import remember
+from kvferry.fleet.control.backoff import record_failure
 from kvferry.fleet.control.desired_counts import Scaling
 from kvferry.fleet.control.election import Election
 from kvferry.fleet.control.facts import Drain, Failure, Phase, Start, Step, StopMember, SwitchRole
@@ -40,38 +40,38 @@ logger = logging.getLogger(__name__)
 
 _SETTLED_TICK_S, _BUSY_TICK_S, _MIN_TICK_S = 0.5, 0.1, 0.02
 _SOON_S = 1.0
-"""How long the end of members is waited for before it is said which ones are."""
+"""Seconds of waiting for the end of members before their names are shown."""
 _LEAVE_S = 5.0
-"""How long a member that nobody needs any more may take to end."""
+"""Seconds that a member which is needed no more may take to end."""
 
 
 @dataclass(frozen=True)
 class ShutdownRequested:
-    """All is to end: somebody asked for it, by this signal or by a call."""
+    """The fleet is to end, because of this signal or of a call."""
 
     number: int | None = None
 
 
 @dataclass(frozen=True)
-class LetGo:
-    """The controller ends, and the fleet goes on."""
+class Detached:
+    """The controller ends, and the fleet continues."""
 
 
 @dataclass(frozen=True)
 class LeadershipLost:
-    """Another controller may act by now, as this one was not heard for a while."""
+    """Another controller may act by now, as this one did not renew its leadership in time."""
 
 
 @dataclass(frozen=True)
 class FleetFailed:
     """A member failed before the fleet was up, or no instance is left that could answer, and none may be started.
-    `member`: the one that failed last."""
+    `member`: the member that failed last."""
 
     member: Member | None
     reason: str
 
 
-End = ShutdownRequested | LetGo | LeadershipLost | FleetFailed
+End = ShutdownRequested | Detached | LeadershipLost | FleetFailed
 
 
 class Steps:
@@ -94,16 +94,16 @@ class Steps:
 
 
 class Controller:
-    """Owns what is remembered of failures. `attended`: somebody waits for the fleet to come up, and it ends if it
-    cannot. `waits`: until another controller of the fleet has ended, if there is one. `follows`: somebody else writes
-    into the ledger what a file says, as long as this controller acts. `grace_s`: what members have for
-    running requests when everything ends."""
+    """Owns the record of failures. `attended`: a caller waits for the fleet to come up, and the controller ends if it
+    cannot. `waits`: until another controller of the fleet has ended, if there is one. `follows`: the same process
+    copies a file into the ledger as long as this controller acts. `grace_s`: seconds that members have for running
+    requests when everything ends."""
 
     def __init__(
         self,
         ledger: Ledger,
         backend: FleetBackend,
-        front: RouterClient,
+        router_client: RouterClient,
         display: Display,
         clock: Clock,
         *,
@@ -114,7 +114,7 @@ class Controller:
     ) -> None:
         self._ledger, self._backend, self._display = ledger, backend, display
         self._clock, self._attended, self._grace_s = clock, attended, grace_s
-        self._observer, self._hangs = Observer(front), HangWatch(self._on_hung)
+        self._observer, self._hangs = Observer(router_client), HangWatch(self._on_hung)
         self._scaling = Scaling(ledger, clock)
         self._failures: list[Failure] = []
         self._last_failed: Member | None = None
@@ -126,10 +126,10 @@ class Controller:
     # From the beginning to the end.
 
     async def run(self) -> End:
-        """Look after the fleet until it is to end, or until `end` is called; its members are then as they were. Raises
+        """Manage the fleet until it is to end, or until `end` is called; its members are then as they were. Raises
         `ConfigError` if the fleet cannot be run here."""
-        if not await self._election.win(self._follower.look):
-            self.end(LetGo())  # unless it was told otherwise meanwhile
+        if not await self._election.win(self._follower.refresh):
+            self.end(Detached())  # unless `end` was called meanwhile
             return self._end.result()
         try:
             await self._backend.open()
@@ -140,52 +140,52 @@ class Controller:
         await self._adopt()
         async with asyncio.TaskGroup() as group:
             steps = Steps(group)
-            looking: asyncio.Future[Any] = group.create_task(self._keep_looking(steps))
-            await asyncio.wait([self._end, looking], return_when=asyncio.FIRST_COMPLETED)
-            looking.cancel()
+            reconciling: asyncio.Future[Any] = group.create_task(self._reconcile_loop(steps))
+            await asyncio.wait([self._end, reconciling], return_when=asyncio.FIRST_COMPLETED)
+            reconciling.cancel()
             steps.cancel()
             self._hangs.end()
         return self._end.result()
 
     def close(self) -> None:
-        """Let another controller act. To be called last, when the members are ended or let go."""
+        """Let another controller act. Called last, when the members are ended or detached."""
         self._election.close()
 
     def end(self, end: End) -> None:
-        """The controller is to stop, for this reason; the first one counts."""
+        """Stop the controller, for this reason; the first one counts."""
         if not self._end.done():
             self._end.set_result(end)
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is to stop, for whatever reason."""
+        """True once it is to stop, for any reason."""
         return self._end.done()
 
     @property
     def is_up(self) -> bool:
-        """Whether everything that is wanted has once served."""
+        """True once all desired members have served."""
         return self._reporter.is_up
 
     async def _adopt(self) -> None:
-        found = self._backend.members()
-        for one in found:
-            self._ledger.note("found", one.name, one.reason)
-        if found:
-            self._display.note(f"found {', '.join(sorted(one.name for one in found))}")
-            await self._observer.adopt(found)
-            self._scaling.adopt(await self._observer.plan(found))
+        members = self._backend.members()
+        for member in members:
+            self._ledger.record("found", member.name, member.reason)
+        if members:
+            self._display.note(f"found {', '.join(sorted(member.name for member in members))}")
+            await self._observer.adopt(members)
+            self._scaling.adopt(await self._observer.plan(members))
 
-    async def bring_down(self) -> None:
+    async def shut_down(self) -> None:
         """End all members: routers first, so that they can finish their answers while instances still serve."""
         self._backend.begin_shutdown()
         members = self._backend.members()
         for is_router in (True, False):
-            await self._end_all([one.name for one in members if (one.role == "router") is is_router])
+            await self._stop_all([member.name for member in members if (member.role == "router") is is_router])
         await self._election.remove()
-        self._ledger.note("ended")
+        self._ledger.record("ended")
 
-    async def _end_all(self, names: Sequence[str]) -> None:
-        """Says whom it waits for, if that takes long."""
+    async def _stop_all(self, names: Sequence[str]) -> None:
+        """Stop these members, and show the names of those that take long."""
         ending = {name: asyncio.create_task(self._backend.stop(name, self._grace_s)) for name in names}
         soon_s = min(_SOON_S, self._grace_s)
         for for_s, text in (
@@ -200,14 +200,14 @@ class Controller:
             self._display.note(text.format(", ".join(left)))
         await asyncio.gather(*ending.values())
 
-    # One look after the other.
+    # The rounds.
 
-    async def _keep_looking(self, steps: Steps) -> None:
+    async def _reconcile_loop(self, steps: Steps) -> None:
         while not self._end.done():
             self._backend.changed.clear()
             begun = self._clock.monotonic()
             try:
-                pause_s = await self._look(steps)
+                pause_s = await self._reconcile(steps)
             except (ConfigError, OSError) as error:  # OSError: no room on the disk, or for another file
                 pause_s = _SETTLED_TICK_S
                 self._log_failure_or_end(str(error))
@@ -216,41 +216,41 @@ class Controller:
                 async with asyncio.timeout(max(0.0, begun + pause_s - self._clock.monotonic())):
                     await self._backend.changed.wait()
 
-    async def _look(self, running: Steps) -> float:
+    async def _reconcile(self, running: Steps) -> float:
         """Do one round; returns how long to wait for the next one."""
         if not self._election.is_leader:
             self.end(LeadershipLost())
             return 0.0
-        wanted = self._follower.look()
-        if wanted.deleted:
+        desired = self._follower.refresh()
+        if desired.deleted:
             self.end(ShutdownRequested())
             return 0.0
-        fleet = self._scaling.wanted(wanted.fleet)
-        front = fleet.front(self._backend.num_routers)
+        fleet = self._scaling.desired_fleet(desired.fleet)
+        routers = fleet.front(self._backend.num_routers)
         members = list(self._backend.members())
         await self._observer.declare(fleet, members, self._scaling.plan(fleet))
         now = self._clock.monotonic()
         seen = self._observer.observe(members, now)
         if self._observer.has_routers and self._scaling.is_due(fleet):
             reports = await self._observer.traffic(members)
-            instances = [one for one in seen if one.role != "router"]
-            await self._scaling.decide(fleet, instances, reports, self._observer.room())
+            instances = [instance for instance in seen if instance.role != "router"]
+            await self._scaling.decide(fleet, instances, reports, self._observer.decode_capacity())
         steps = [
-            *plan(front, [one for one in seen if one.role == "router"], self._failures, now),
-            *plan(fleet, [one for one in seen if one.role != "router"], self._failures, now),
+            *plan(routers, [instance for instance in seen if instance.role == "router"], self._failures, now),
+            *plan(fleet, [instance for instance in seen if instance.role != "router"], self._failures, now),
         ]
-        by_name = {one.name: one for one in members}
+        by_name = {member.name: member for member in members}
         taken = [step for step in steps if self._begin(step, by_name.get(step.name), running)]
-        staying = [one for one in members if one.name not in self._observer.stopping]
+        staying = [member for member in members if member.name not in self._observer.stopping]
         self._hangs.follow(staying, seconds(fleet.failure.hang), running.group)
-        is_moving = any(one.phase in (Phase.STARTING, Phase.DRAINING) for one in seen)
+        is_moving = any(instance.phase in (Phase.STARTING, Phase.DRAINING) for instance in seen)
         is_stalled = not (steps or is_moving)
         trouble = self._backend.trouble
-        self._report(FleetView(fleet, front, members, seen, self._failures, is_stalled, trouble, now), wanted.number)
+        self._report(FleetView(fleet, routers, members, seen, self._failures, is_stalled, trouble, now), desired.number)
         return _BUSY_TICK_S if is_moving or taken else _SETTLED_TICK_S
 
     def _drain(self, name: str, why: str) -> None:
-        self._ledger.note("drain", name, why)
+        self._ledger.record("drain", name, why)
         self._display.note(f"draining {name}: {why}")
         self._observer.draining.add(name)
 
@@ -264,14 +264,14 @@ class Controller:
                 return False
             case Start(role=role, revision=revision, unit=unit, why=why):
                 new = MemberSpec(name, role, revision, unit)
-                self._ledger.note("start", name, why)
+                self._ledger.record("start", name, why)
                 self._display.starting([name])
                 observer.begin(new, self._clock.monotonic())
                 running.begin(self._start(new))
             case _ if member is None or name in observer.stopping:
                 return False
             case Drain(why=why) if member.role == "router" or not observer.has_routers:
-                self._ledger.note("stop", name, why)
+                self._ledger.record("stop", name, why)
                 observer.stopping.add(name)
                 running.begin(self._stop(name, self._grace_s))
             case Drain(why=why):
@@ -279,15 +279,15 @@ class Controller:
                     return False
                 self._drain(name, why)
             case StopMember(why=why, failed=failed):
-                self._ledger.note("stop", name, why)
+                self._ledger.record("stop", name, why)
                 if failed:
                     self._member_failed(member, why)
                 observer.stopping.add(name)
                 running.begin(self._stop(name, 0.0 if failed else _LEAVE_S))
             case SwitchRole(role=role, why=why):
-                self._ledger.note("role", name, f"{role}: {why}")
+                self._ledger.record("role", name, f"{role}: {why}")
                 self._display.note(f"{name} becomes {role}: {why}")
-                observer.changes_role(name)
+                observer.begin_role_switch(name)
                 fleet = self._follower.followed.fleet
                 if fleet.engine.kind == "sglang" and observer.has_routers:
                     observer.switching[name] = role
@@ -300,14 +300,14 @@ class Controller:
         try:
             await self._backend.start(member)
         except Exception as error:
-            # The edge: whatever keeps one member from being started must not end the controller of all of them.
+            # The edge: no error of one member's start must end the controller of all of them.
             if not isinstance(error, KvferryError):
                 logger.exception("%s cannot be started", member.name)
             why = str(error) or type(error).__name__
             self._observer.starting.pop(member.name, None)
-            self._ledger.note("not started", member.name, why)
+            self._ledger.record("not started", member.name, why)
             if not self._backend.trouble:
-                self._remember(member.role, member.revision, why)
+                self._record_failure(member.role, member.revision, why)
             self._log_failure_or_end(f"{member.name}: {why}")
             self._backend.changed.set()
 
@@ -325,17 +325,17 @@ class Controller:
         try:
             await self._backend.assign(name, role)
         except Exception:
-            # The edge, as above; the change of role is taken up again.
+            # The edge, as above; the change of role is tried again.
             logger.exception("the role of %s cannot be changed to %s", name, role)
 
     async def _switch(self, member: Member, role: MemberRole, drain_s: float) -> None:
-        """Change the role of a server that has to be idle for it. One that does not change it is replaced."""
+        """Change the role of a server that has to be idle for it. A server that does not change it is replaced."""
         name, observer, until = member.name, self._observer, self._clock.monotonic() + drain_s
         try:
             require_first_switch(name, role)
             await self._wait_for(lambda: observer.is_drained(name), until, "not drained")
             observer.withdrawn.add(name)
-            await self._wait_for(lambda: not observer.is_known(name), until, "routers still know it")
+            await self._wait_for(lambda: not observer.is_listed(name), until, "routers still know it")
             await switch_server(member.url, role, self._clock, within_s=drain_s)
             await self._assign(name, role)
         except NotSwitched as error:
@@ -345,16 +345,16 @@ class Controller:
             observer.withdrawn.discard(name)
 
     async def _wait_for(self, holds: Callable[[], bool], until: float, why_not: str) -> None:
-        """Wait for what the next looks may show. Raises `NotSwitched` at the time `until`."""
+        """Wait for a condition that later rounds may observe. Raises `NotSwitched` at the time `until`."""
         while not holds():
             if self._clock.monotonic() >= until:
                 raise NotSwitched(f"{why_not} in time")
             await asyncio.sleep(_BUSY_TICK_S)
 
     async def _on_hung(self, name: str, why: str) -> None:
-        member = next((one for one in self._backend.members() if one.name == name), None)
+        member = next((member for member in self._backend.members() if member.name == name), None)
         if member is not None and member.state is MemberState.SERVING and name not in self._observer.stopping:
-            self._ledger.note("stop", name, why)
+            self._ledger.record("stop", name, why)
             self._member_failed(member, why)
             self._observer.stopping.add(name)
             await self._stop(name, 0.0)
@@ -363,25 +363,25 @@ class Controller:
 
     def _member_failed(self, member: Member, why: str) -> None:
         self._last_failed = member
-        self._remember(member.role, member.revision, why)
+        self._record_failure(member.role, member.revision, why)
         if self._attended and not self.is_up:
             self.end(FleetFailed(member, why))
         else:
             logger.warning("%s %s", member.name, why)
 
-    def _remember(self, role: MemberRole, revision: str, why: str) -> None:
+    def _record_failure(self, role: MemberRole, revision: str, why: str) -> None:
         failure = Failure(role, revision, self._clock.monotonic(), why)
-        remember(self._failures, failure, self._follower.followed.fleet.failure.crash_loop)
+        record_failure(self._failures, failure, self._follower.followed.fleet.failure.crash_loop)
 
     def _log_failure_or_end(self, text: str) -> None:
-        """Log a failure; if somebody waits for the fleet and it has never come up, end it with this failure."""
+        """Log a failure; if the fleet is attended and has never come up, end it with this failure."""
         if self._attended and not self.is_up:
             self.end(FleetFailed(None, text))
         else:
             logger.warning("%s", text)
 
-    def _report(self, sight: FleetView, number: int) -> None:
-        status = self._reporter.status(sight, number, self._follower.refused, self._scaling.told)
+    def _report(self, view: FleetView, number: int) -> None:
+        status = self._reporter.status(view, number, self._follower.refused, self._scaling.last_decision)
         if self._attended and self.is_up and is_hopeless(status):
             self.end(FleetFailed(self._last_failed, "; ".join(status.trouble)))
         self._reporter.write(status)

@@ -1,7 +1,7 @@
-"""A fleet's counts follow what is asked for: measures, decides, and keeps what was decided.
+"""Autoscaling of one fleet: measures the traffic, decides the counts of instances, and stores them.
 
-Owns the counts of a fleet with `[scale]`. They outlive the controller in the ledger, beside what users want: the spec
-is not changed, and bounds them.
+Owns the counts of a fleet with `[scale]`. They outlive the controller in the ledger, beside the spec, which is not
+changed and bounds them.
 """
 
 from __future__ import annotations
@@ -33,51 +33,51 @@ _CLOCK_STEP_S = 5.0
 
 
 class Scaling:
-    """The counts of one fleet, whether it has `[scale]` or not; without it, they are those of the spec."""
+    """The counts of one fleet, with or without `[scale]`; without it, the spec has them."""
 
     def __init__(self, ledger: Ledger, clock: Clock) -> None:
         self._ledger, self._clock = ledger, clock
-        self._memory: ScalingMemory | None = ledger.scaled()
-        self._measuring: TrafficMeter | None = None
+        self._memory: ScalingMemory | None = ledger.scaled_counts()
+        self._meter: TrafficMeter | None = None
         self._decided_at = -1e18
         self._wall_ahead_s = 0.0
-        """How far the wall clock was ahead of the monotonic one when it was looked at last."""
+        """Seconds by which the wall clock was ahead of the monotonic one when both were read last."""
         self._decision: ScalingDecision | None = None
         self._decisions = deque[Decided](maxlen=_MAX_DECISIONS)
         self._starting: dict[str, float] = {}
         self._starts_s: float | None = None
 
     def adopt(self, plan: FleetPlan | None) -> None:
-        """Go on from what an earlier controller has told the routers, which may have been on another machine: then
-        nobody here knows when it decided that."""
+        """Continue from the plan that an earlier controller has sent to the routers. It may have run on another
+        machine, so that the time of its decision is not known here."""
         if plan is not None and not self._decisions:
             self._decisions.extend(plan.decisions)
         if plan is None or plan.goal is None or plan.recommends:
             return
         prefill = plan.desired.get(PREFILL, 0)
-        there = ScalingMemory(prefill, sum(plan.desired.values()) - prefill, changed_at=self._clock.wall())
-        if self._memory is None or self._memory.counts != there.counts:
-            self._memory = there
+        planned = ScalingMemory(prefill, sum(plan.desired.values()) - prefill, changed_at=self._clock.wall())
+        if self._memory is None or self._memory.counts != planned.counts:
+            self._memory = planned
 
-    # What is wanted.
+    # The desired counts.
 
-    def wanted(self, fleet: DesiredFleet) -> DesiredFleet:
+    def desired_fleet(self, fleet: DesiredFleet) -> DesiredFleet:
         """The fleet with the counts that were decided."""
         if fleet.scale is None:
             if self._memory is not None:
-                self._ledger.forget_scaled()
-            self._memory = self._measuring = self._decision = None
+                self._ledger.remove_scaled_counts()
+            self._memory = self._meter = self._decision = None
             return fleet
         rules = rules_of(fleet, fleet.scale)
         if self._memory is None:
-            there = counts_of(fleet)
-            self._memory = ScalingMemory(there.prefill, there.decode)
+            counts = counts_of(fleet)
+            self._memory = ScalingMemory(counts.prefill, counts.decode)
         if fleet.scale.recommend:
             return fleet
         return with_counts(fleet, rules.nearest(self._memory.counts))
 
     def plan(self, fleet: DesiredFleet) -> FleetPlan:
-        """What routers show, and follow. `fleet`: as `wanted` gives it."""
+        """The plan that routers show, and follow. `fleet`: as `desired_fleet` returns it."""
         scale, memory = fleet.scale, self._memory
         if scale is None or memory is None:
             return FleetPlan(_by_role(fleet, counts_of(fleet)))
@@ -95,19 +95,19 @@ class Scaling:
         )
 
     @property
-    def is_decided(self) -> bool:
-        """Whether this controller, or an earlier one, has decided about the counts."""
+    def has_decided(self) -> bool:
+        """True if this controller, or an earlier one, has decided about the counts."""
         return self._memory is not None
 
     @property
-    def told(self) -> str:
-        """What was decided last, in words; empty if nothing was."""
+    def last_decision(self) -> str:
+        """The last decision, in words; empty if there was none."""
         return "" if self._decision is None else f"{self._decision.what}: {self._decision.why}"
 
-    # What is decided.
+    # The decisions.
 
     def is_due(self, fleet: DesiredFleet) -> bool:
-        """Whether it is time to ask the routers and to decide again. A fleet that has nothing looks more often."""
+        """True if it is time to ask the routers and to decide again. A fleet without instances decides more often."""
         if fleet.scale is None:
             return False
         asleep = self._memory is not None and self._memory.counts == NOTHING
@@ -119,12 +119,12 @@ class Scaling:
         fleet: DesiredFleet,
         seen: Sequence[ObservedInstance],
         reports: Mapping[str, TrafficReport],
-        room: DecodeCapacity,
+        capacity: DecodeCapacity,
     ) -> None:
-        """Decide by what the routers report. `seen`: the instances; `room`: what one decode instance takes. If
+        """Decide by what the routers report. `seen`: the instances; `capacity`: what one decode instance takes. If
         that fails, the counts stay as they are: the fleet is looked after in any case."""
         try:
-            await self._decide(fleet, seen, reports, room)
+            await self._decide(fleet, seen, reports, capacity)
         except Exception:
             logger.exception("scaling: nothing could be decided from what the routers report")
 
@@ -133,107 +133,107 @@ class Scaling:
         fleet: DesiredFleet,
         seen: Sequence[ObservedInstance],
         reports: Mapping[str, TrafficReport],
-        room: DecodeCapacity,
+        capacity: DecodeCapacity,
     ) -> None:
         scale, now, wall = fleet.scale, self._clock.monotonic(), self._clock.wall()
         if scale is None or self._memory is None:
             return
         self._decided_at = now
-        self._note_starts(seen)
-        if self._measuring is None:
-            self._measuring = TrafficMeter(seconds(scale.interval), wall)
+        self._record_starts(seen)
+        if self._meter is None:
+            self._meter = TrafficMeter(seconds(scale.interval), wall)
         elif abs(wall - now - self._wall_ahead_s) > _CLOCK_STEP_S:
             logger.warning("the clock was set by %.0f s; requests are measured anew", wall - now - self._wall_ahead_s)
-            self._measuring.clock_was_set(wall)
+            self._meter.clock_was_set(wall)
             self._memory = msgspec.structs.replace(self._memory, changed_at=wall)  # nothing is released for a while
         self._wall_ahead_s = wall - now
-        ready_at = {one.name: wall - (now - one.since) for one in seen if one.phase is Phase.READY}
-        self._measuring.note(reports, ready_at, wall, seconds(scale.warm))
+        ready_at = {instance.name: wall - (now - instance.since) for instance in seen if instance.phase is Phase.READY}
+        self._meter.note(reports, ready_at, wall, seconds(scale.warm))
         if not reports:
             return
         memory = self._memory
         if scale.recommend:
-            there = counts_of(fleet)
-            memory = msgspec.structs.replace(memory, prefill=there.prefill, decode=there.decode)
+            counts = counts_of(fleet)
+            memory = msgspec.structs.replace(memory, prefill=counts.prefill, decode=counts.decode)
         rules = rules_of(fleet, scale)
         since = max(memory.changed_at, wall - RECENT_S)
         measured = replace(
-            self._measuring.measured(room, wall, hold_s=seconds(scale.hold)),
-            attained=self._measuring.attained(rules.targets, since, wall),
+            self._meter.measured(capacity, wall, hold_s=seconds(scale.hold)),
+            attained=self._meter.attained(rules.targets, since, wall),
         )
-        situation = FleetSnapshot(
-            ready=_counted(one for one in seen if one.phase is Phase.READY),
-            draining=sum(one.phase is Phase.DRAINING for one in seen),
+        snapshot = FleetSnapshot(
+            ready=_count_by_role(instance for instance in seen if instance.phase is Phase.READY),
+            draining=sum(instance.phase is Phase.DRAINING for instance in seen),
             starts_s=self._start_s(scale),
         )
-        self._take(await asyncio.to_thread(decide, rules, memory, measured, situation, wall), scale)
+        self._adopt_decision(await asyncio.to_thread(decide, rules, memory, measured, snapshot, wall), scale)
 
-    def _take(self, made: ScalingDecision, scale: ScaleSpec) -> None:
-        before, self._decision = self._decision, made
-        changes = self._memory is None or made.memory.counts != self._memory.counts
-        is_said = made.what == "unreachable" and (before is None or before.what != made.what)
-        if changes or is_said:
-            self._decisions.append(Decided(self._clock.wall(), made.what, made.why))
+    def _adopt_decision(self, decision: ScalingDecision, scale: ScaleSpec) -> None:
+        before, self._decision = self._decision, decision
+        changes = self._memory is None or decision.memory.counts != self._memory.counts
+        is_news = decision.what == "unreachable" and (before is None or before.what != decision.what)
+        if changes or is_news:
+            self._decisions.append(Decided(self._clock.wall(), decision.what, decision.why))
             what = "recommend" if scale.recommend else "scale"
-            logger.info("%s: %s: %s", what, made.what, made.why)
-            self._ledger.note(what, made.what, made.why)
-        if made.memory != self._memory:
-            self._memory = made.memory
+            logger.info("%s: %s: %s", what, decision.what, decision.why)
+            self._ledger.record(what, decision.what, decision.why)
+        if decision.memory != self._memory:
+            self._memory = decision.memory
             try:
-                self._ledger.write_scaled(made.memory)
+                self._ledger.write_scaled_counts(decision.memory)
             except OSError as error:
                 logger.warning("the counts cannot be saved for the next controller: %s", error)
 
     # Starts.
 
-    def _note_starts(self, seen: Sequence[ObservedInstance]) -> None:
-        """How long those took that serve now."""
-        for one in seen:
-            if one.phase is Phase.STARTING:
-                self._starting.setdefault(one.name, one.since)
-            elif (began := self._starting.pop(one.name, None)) is not None and one.phase is Phase.READY:
-                took_s = max(0.0, one.since - began)
+    def _record_starts(self, seen: Sequence[ObservedInstance]) -> None:
+        """Measure the start times of the instances that serve now."""
+        for instance in seen:
+            if instance.phase is Phase.STARTING:
+                self._starting.setdefault(instance.name, instance.since)
+            elif (began := self._starting.pop(instance.name, None)) is not None and instance.phase is Phase.READY:
+                took_s = max(0.0, instance.since - began)
                 before = self._starts_s
                 self._starts_s = took_s if before is None else max(took_s, 0.7 * before + 0.3 * took_s)
-        here = {one.name for one in seen}
-        self._starting = {name: since for name, since in self._starting.items() if name in here}
+        present = {instance.name for instance in seen}
+        self._starting = {name: since for name, since in self._starting.items() if name in present}
 
     def _start_s(self, scale: ScaleSpec) -> float:
         return seconds(scale.starts) if self._starts_s is None else self._starts_s
 
 
 def rules_of(fleet: DesiredFleet, scale: ScaleSpec) -> ScalingRules:
-    """What `[scale]` and the roles allow."""
+    """The scaling rules of `[scale]` and of the roles."""
     targets = LatencyTargets(seconds(scale.ttft), seconds(scale.itl))
     idle_s, cool_down_s = seconds(scale.idle), seconds(scale.cool_down)
     cost, unit = Counts(1, 1), None
     if fleet.unit is not None:
-        unit = _of_unit(fleet)
+        unit = _unit_counts(fleet)
         max_units = MOST if fleet.unit.max is None else fleet.unit.max
-        least, most = NOTHING, Counts(unit.prefill * max_units, unit.decode * max_units)
+        min_counts, max_counts = NOTHING, Counts(unit.prefill * max_units, unit.decode * max_units)
     else:
-        nobody = RoleSpec(count=0, max=0)
-        p, d = fleet.role.get("prefill", nobody), fleet.role.get(_answering(fleet), nobody)
-        least = Counts(p.min, d.min)
-        most = Counts(most_of(p, scale), most_of(d, scale))
+        absent = RoleSpec(count=0, max=0)
+        p, d = fleet.role.get("prefill", absent), fleet.role.get(_answering_role(fleet), absent)
+        min_counts = Counts(p.min, d.min)
+        max_counts = Counts(max_instances(p, scale), max_instances(d, scale))
         cost = Counts(p.tensor_parallel_size, d.tensor_parallel_size)
     budget = float(scale.budget) if scale.budget is not None else float("inf")
     return ScalingRules(
         targets=targets,
-        least=least,
-        most=most,
-        budget=min(budget, most.prefill * cost.prefill + most.decode * cost.decode),
+        least=min_counts,
+        most=max_counts,
+        budget=min(budget, max_counts.prefill * cost.prefill + max_counts.decode * cost.decode),
         goal=scale.attainment,
         cost=cost,
         fewest_per_decode=scale.fewest_per_decode,
         most_per_decode=float("inf") if scale.most_per_decode is None else scale.most_per_decode,
-        aggregate=scale.aggregate or _answering(fleet) == "both",
+        aggregate=scale.aggregate or _answering_role(fleet) == "both",
         overflows=not scale.recommend and _may_aggregate(fleet),
         switches=frozenset(
-            (one, other)
-            for one, spec in fleet.role.items()
+            (role, other)
+            for role, spec in fleet.role.items()
             for other in spec.can_be
-            if {one, other} == {PREFILL, DECODE} and fleet.engine.kind != "sglang"  # which serves nothing meanwhile
+            if {role, other} == {PREFILL, DECODE} and fleet.engine.kind != "sglang"  # which serves nothing meanwhile
         ),
         unit=unit,
         cool_down_s=cool_down_s,
@@ -243,47 +243,47 @@ def rules_of(fleet: DesiredFleet, scale: ScaleSpec) -> ScalingRules:
 
 
 def _may_aggregate(fleet: DesiredFleet) -> bool:
-    """Whether routers decide which prompts decode instances compute: unless they were given a threshold, which no
-    controller changes, or SGLang's servers refuse to."""
-    given = (*fleet.router.args, *fleet.args)
-    is_fixed = any(one.replace("_", "-").startswith("--disaggregate-from") for one in given)
+    """True if routers decide which prompts decode instances compute. They do not with a threshold of their own, which
+    no controller changes, nor with SGLang, whose servers refuse to."""
+    arguments = (*fleet.router.args, *fleet.args)
+    is_fixed = any(argument.replace("_", "-").startswith("--disaggregate-from") for argument in arguments)
     return not is_fixed and fleet.engine.kind != "sglang"
 
 
-def most_of(role: RoleSpec, scale: ScaleSpec) -> int:
-    """Instances of a role, at most."""
+def max_instances(role: RoleSpec, scale: ScaleSpec) -> int:
+    """Largest number of instances of a role."""
     if role.max is not None:
         return role.max
     return (scale.budget or 0) // role.tensor_parallel_size
 
 
-def _answering(fleet: DesiredFleet) -> MemberRole:
+def _answering_role(fleet: DesiredFleet) -> MemberRole:
     roles = fleet.role if fleet.unit is None else fleet.unit.members
     return "both" if "both" in roles else "decode"
 
 
-def _of_unit(fleet: DesiredFleet) -> Counts:
+def _unit_counts(fleet: DesiredFleet) -> Counts:
     assert fleet.unit is not None
     members = fleet.unit.members
     return Counts(members.get("prefill", 0), members.get("decode", 0) + members.get("both", 0))
 
 
 def counts_of(fleet: DesiredFleet) -> Counts:
-    """Instances that the fleet is to have."""
+    """Numbers of instances in the spec."""
     if fleet.unit is not None:
-        unit = _of_unit(fleet)
+        unit = _unit_counts(fleet)
         return Counts(unit.prefill * fleet.unit.count, unit.decode * fleet.unit.count)
-    answering = sum(one.count for role, one in fleet.role.items() if role != "prefill")
+    answering = sum(role_spec.count for role, role_spec in fleet.role.items() if role != "prefill")
     return Counts(fleet.role["prefill"].count if "prefill" in fleet.role else 0, answering)
 
 
 def with_counts(fleet: DesiredFleet, counts: Counts) -> DesiredFleet:
-    """The fleet with so many instances; in replica mode, with so many units."""
+    """The fleet with these numbers of instances; in replica mode, with the units that have them."""
     if fleet.unit is not None:
-        number = counts.total // max(1, _of_unit(fleet).total)
+        number = counts.total // max(1, _unit_counts(fleet).total)
         return msgspec.structs.replace(fleet, unit=msgspec.structs.replace(fleet.unit, count=number))
     by_role = _by_role(fleet, counts)
-    roles = {name: msgspec.structs.replace(one, count=by_role[name]) for name, one in fleet.role.items()}
+    roles = {name: msgspec.structs.replace(role_spec, count=by_role[name]) for name, role_spec in fleet.role.items()}
     return msgspec.structs.replace(fleet, role=roles)
 
 
@@ -292,6 +292,6 @@ def _by_role(fleet: DesiredFleet, counts: Counts) -> dict[str, int]:
     return {role: counts.prefill if role == "prefill" else counts.decode for role in roles}
 
 
-def _counted(instances: Iterable[ObservedInstance]) -> Counts:
-    found = [one.role for one in instances]
-    return Counts(sum(one == "prefill" for one in found), sum(one in ("decode", "both") for one in found))
+def _count_by_role(instances: Iterable[ObservedInstance]) -> Counts:
+    roles = [instance.role for instance in instances]
+    return Counts(sum(role == "prefill" for role in roles), sum(role in ("decode", "both") for role in roles))

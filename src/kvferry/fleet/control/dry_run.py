@@ -1,4 +1,4 @@
-"""The steps that a change will take, seen before it is made."""
+"""Dry run: the steps that a change will take, computed before it is made."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MAX_STEPS = 100_000
 
 
 def dry_run_steps(fleet: DesiredFleet, members: Sequence[ObservedInstance], now: float = 0.0) -> list[Step]:
-    """All steps until the fleet is as it is to be, if every step succeeds at once. Raises `ConfigError` if it would
-    come to a stop before: the settings leave no way to replace what is there. Members that start are taken to serve,
-    and those that leave to have left."""
+    """All steps until the fleet is in its desired state, if every step succeeds at once. Raises `ConfigError` if it
+    never gets there, because the settings leave no way to replace the present instances. Members that start count as
+    serving, and members that leave as gone."""
     steps: list[Step] = []
-    staying = (one for one in members if one.phase in (Phase.READY, Phase.STARTING))
-    present = {one.name: replace(one, phase=Phase.READY) for one in staying}
+    staying = (member for member in members if member.phase in (Phase.READY, Phase.STARTING))
+    present = {instance.name: replace(instance, phase=Phase.READY) for instance in staying}
     fleet = _unpaused(fleet)
     while len(steps) < _MAX_STEPS:
         new = plan(fleet, list(present.values()), (), now)
@@ -30,13 +30,13 @@ def dry_run_steps(fleet: DesiredFleet, members: Sequence[ObservedInstance], now:
         steps += new
         for step in new:
             _imagine(present, step, now)
-    if stuck := sorted(one.name for one in present.values() if one.revision != fleet.revision):
+    if stuck := sorted(instance.name for instance in present.values() if instance.revision != fleet.revision):
         raise ConfigError(explain_blocked_roll(fleet, stuck))
     return steps
 
 
 def explain_blocked_roll(fleet: DesiredFleet, stuck: Sequence[str]) -> str:
-    """Why the settings keep these instances of another revision where they are."""
+    """The reason why the settings do not let these instances of another revision be replaced."""
     return (
         f"{', '.join(stuck[:3])} {'and others ' if len(stuck) > 3 else ''}could never be replaced: there is no room"
         f" (max) for roll.surge = {fleet.roll.surge}, and roll.unavailable = {fleet.roll.unavailable} lets too few be"

@@ -24,8 +24,8 @@ _TRY_AGAIN_S = 0.5
 
 
 class Election:
-    """One controller's right to act, from `win` until `close`. `waits`: until another controller has ended, if there
-    is one. `follows`: as in `LeaderRecord`. `ended` is done once the controller is to end: then it waits no longer."""
+    """One controller's leadership, from `win` until `close`. `waits`: until another controller has ended, if there is
+    one. `follows`: as in `LeaderRecord`. `ended` is done once the controller is to end: then it waits no longer."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class Election:
         self._local = ledger.leadership(follows=follows)
         self._heartbeats: list[asyncio.Task[None]] = []
 
-    async def win(self, look: Callable[[], DesiredState]) -> bool:
-        """True if this controller acts; False if it is to end, or does not wait. `look` is called before the backend's
-        leadership is used, as it has the backend use the desired fleet."""
-        return await self._win_here() and await self._win_everywhere(look)
+    async def win(self, refresh: Callable[[], DesiredState]) -> bool:
+        """True if this controller acts; False if it is to end, or does not wait. `refresh` is called before the
+        backend's leadership is used, as it has the backend use the desired fleet."""
+        return await self._win_local() and await self._win_global(refresh)
 
-    async def _win_here(self) -> bool:
-        """Be the one controller of this machine."""
+    async def _win_local(self) -> bool:
+        """Become the only controller of this machine."""
         has_waited = False
         while not await self._local.try_acquire():
             if not self._waits and self._ledger.has_controller:
@@ -62,21 +62,21 @@ class Election:
         self._begin_heartbeat(self._local)
         return True
 
-    async def _win_everywhere(self, look: Callable[[], DesiredState]) -> bool:
-        """Be the one controller of all machines."""
+    async def _win_global(self, refresh: Callable[[], DesiredState]) -> bool:
+        """Become the only controller of all machines."""
         reported = (0, "")
-        desired = look()
+        desired = refresh()
         while (leadership := self._backend.leadership) is not None and not await self._is_acquired(leadership):
             why = f"{leadership.holder or 'another controller'} looks after this fleet"
             if reported[1] != why:
                 self._display.note(f"{why}; waiting in case it ends")
-                self._ledger.note("waits", why=why)
+                self._ledger.record("waits", why=why)
             if reported != (desired.number, why):
                 self._report_waiting(desired.number, why)
                 reported = desired.number, why
             if await self._has_ended():
                 return False
-            desired = look()
+            desired = refresh()
         if leadership is not None:
             self._begin_heartbeat(leadership)
         return True
@@ -90,14 +90,14 @@ class Election:
 
     @property
     def is_leader(self) -> bool:
-        """True while this controller may act; once it may not, it does nothing any more."""
+        """True while this controller may act; afterwards it does nothing any more."""
         return self._backend.leadership is None or self._backend.leadership.is_held
 
     def _begin_heartbeat(self, leadership: Leadership) -> None:
         self._heartbeats.append(asyncio.create_task(leadership.heartbeat()))
 
     def _report_waiting(self, number: int, why: str) -> None:
-        """Write that this controller waits, in place of the status of the last one of this machine that acted."""
+        """Write that this controller waits, in place of the status of the last active one of this machine."""
         trouble = f"{why}, and what is changed here is not done meanwhile"
         pid = os.getpid()
         status = FleetStatus(SYSTEM_CLOCK.wall(), pid, number, "", {}, (), (trouble,), started=started_at(pid))

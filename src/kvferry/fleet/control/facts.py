@@ -1,5 +1,5 @@
-"""What is known of a fleet's instances, and the steps that change them. Names, roles and revisions are those of `spec`;
-times are seconds of one clock."""
+"""The observed instances of a fleet, and the steps that change them. `spec` defines names, roles and revisions; times
+are seconds of one clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.fleet.spec.fleet_spec import MemberRole
 
 
 class Phase(Enum):
-    """Where an instance is in its life cycle."""
+    """The phase of an instance in its life cycle."""
 
     STARTING = "starting"
     READY = "ready"
@@ -18,7 +18,7 @@ class Phase(Enum):
     """Gets no new requests; some run, or tickets of it are outstanding."""
     DRAINED = "drained"
     FAILED = "failed"
-    """Has ended, or was found hung, although nobody stopped it."""
+    """Has ended without being stopped, or hangs."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class MemberStatus:
 
 @dataclass(frozen=True)
 class RoleStatus:
-    """How many members of a role there are. `updated`: ready in the revision that is wanted. `failed`: why none is
-    started at the moment, or empty; `given_up`: none will be later either, unless something changes."""
+    """Numbers of members of a role. `updated`: ready in the desired revision. `failed`: the reason why none is started
+    at the moment, or empty; `given_up`: none will be later either, unless something changes."""
 
     desired: int
     ready: int

@@ -1,8 +1,7 @@
-"""The right to act on a fleet, which one controller has at a time: a lock on a file, in which it says who it is and,
-about once a second, that it still looks after the fleet.
+"""Leadership by a lock on a file, in which the controller writes its process id and, about once a second, a heartbeat.
 
-A controller that ends, in whatever way, has the right no more. One that hangs (stopped, or waiting for a disk that does
-not answer) would keep it: whoever wants something of the fleet sees that by `silent_s`, and ends it.
+A controller that ends, in any way, loses the lock. A controller that hangs (stopped, or waiting for a disk that does
+not answer) would keep it: commands of the fleet recognise it by `silent_s`, and end it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from kvferry.fleet.processes.start_time import started_at
 
 BEAT_S = 1.0
 HUNG_S = 20.0
-"""Seconds after which a controller that has not looked after its fleet counts as hung."""
+"""Seconds without a heartbeat after which a controller counts as hung."""
 
 
 class LeaderRecord(msgspec.Struct, frozen=True):
-    """The controller that acts. `started`: as in `started_at`. `beat`: when it was last seen, in seconds of the
-    monotonic clock, which all processes of a machine share. `follows`: it has the fleet be as a file says."""
+    """The controller that acts. `started`: as in `started_at`. `beat`: the time of its last heartbeat, in seconds of
+    the monotonic clock, which all processes of a machine share. `follows`: it applies a file to the fleet."""
 
     pid: int
     started: int
@@ -36,12 +35,12 @@ class LeaderRecord(msgspec.Struct, frozen=True):
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the holder was last seen."""
+        """Seconds since the last heartbeat."""
         return max(0.0, SYSTEM_CLOCK.monotonic() - self.beat)
 
     @property
     def hangs(self) -> bool:
-        """Whether it looks after nothing any more."""
+        """True if the controller hangs."""
         return self.silent_s > HUNG_S
 
     def kill(self) -> None:
@@ -69,7 +68,7 @@ class FileLeadership(Leadership):
 
     def try_lock(self) -> bool:
         """Lock the file; False: another controller has it. Raises `OSError`."""
-        if not self.is_held and (descriptor := locked(self._path)) is not None:
+        if not self.is_held and (descriptor := lock_file(self._path)) is not None:
             self._descriptor = descriptor
             self.write()
         return self.is_held
@@ -87,7 +86,7 @@ class FileLeadership(Leadership):
             os.pwrite(self._descriptor, text.ljust(128), 0)
 
     async def heartbeat(self) -> None:
-        """Write it again and again, for as long as this process's event loop turns."""
+        """Write it once per `BEAT_S`, for as long as this process's event loop turns."""
         while self.is_held:
             self.write()
             await asyncio.sleep(BEAT_S)
@@ -108,19 +107,19 @@ class FileLeadership(Leadership):
 
 
 def is_held(path: Path) -> bool:
-    """Whether a controller has the right. Takes nothing that another could miss, and makes no file."""
+    """True if a controller has the lock. Keeps no lock, and makes no file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        return not _has_locked(descriptor, fcntl.LOCK_SH)
+        return not _try_flock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 
 
 def holder(path: Path) -> LeaderRecord | None:
-    """The controller that has the right; None: nobody has it, or it has not said yet who it is."""
+    """The controller that has the lock; None: there is none, or it has not written its record yet."""
     if not is_held(path):
         return None
     try:
@@ -129,8 +128,8 @@ def holder(path: Path) -> LeaderRecord | None:
         return None
 
 
-def locked(path: Path) -> int | None:
-    """A descriptor of the file, which is made if it is not there, locked until it is closed; None: somebody else has
+def lock_file(path: Path) -> int | None:
+    """Lock the file until the returned descriptor is closed; the file is made if necessary. None: another process has
     locked it. Raises `OSError`."""
     while True:
         try:
@@ -140,23 +139,23 @@ def locked(path: Path) -> int | None:
             if os.path.lexists(path.parent) and not path.parent.is_dir():
                 raise  # something else is where the folder is to be
             continue  # the folder has just been removed
-        if not _has_locked(descriptor, fcntl.LOCK_EX):
+        if not _try_flock(descriptor, fcntl.LOCK_EX):
             os.close(descriptor)
             return None
-        if _is_still(path, descriptor):
+        if _is_same_file(path, descriptor):
             return descriptor
         os.close(descriptor)
 
 
-def _is_still(path: Path, descriptor: int) -> bool:
-    """Whether the file was not removed while it was being locked: who comes next would lock another one."""
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    """True if the file was not removed while it was being locked: the next process would lock another file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 
 
-def _has_locked(descriptor: int, how: int) -> bool:
+def _try_flock(descriptor: int, how: int) -> bool:
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What a fleet is to be, as its controller follows it."""
+"""The desired state of a fleet, as its controller follows it."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ class ChangeRefused:
 
 
 class SpecFollower:
-    """Owns what is followed. `failures`: forgotten with each change, since whoever changes something wants it tried."""
+    """Owns the followed state. `failures`: cleared with each change, so that what was changed is tried."""
 
     def __init__(self, ledger: Ledger, backend: FleetBackend, failures: list[Failure]) -> None:
         self._ledger, self._backend, self._failures = ledger, backend, failures
-        self._wanted: DesiredState | None = None
+        self._desired: DesiredState | None = None
         self.refused = ChangeRefused()
 
     @property
     def followed(self) -> DesiredState:
-        """What `look` has found last."""
-        assert self._wanted is not None, "the controller looks for changes first"
-        return self._wanted
+        """The state that `refresh` has returned last."""
+        assert self._desired is not None, "the controller looks for changes first"
+        return self._desired
 
-    def look(self) -> DesiredState:
-        """What is wanted now. A change that cannot be carried out here is refused, and what was wanted before holds.
-        Raises `ConfigError` if nothing was."""
-        before = self._wanted
+    def refresh(self) -> DesiredState:
+        """The current desired state. A change that cannot be carried out here is refused, and the state before holds.
+        Raises `ConfigError` if there was none."""
+        before = self._desired
         if before is None:
-            self._wanted = wanted = self._ledger.wanted()
-            self._backend.use(wanted.fleet)
-            return wanted
+            self._desired = desired = self._ledger.desired_state()
+            self._backend.use(desired.fleet)
+            return desired
         try:
-            wanted = self._ledger.wanted()
+            desired = self._ledger.desired_state()
         except ConfigError as error:
             return self._refuse(before.number, str(error), before)
-        if wanted.number in (before.number, self.refused.number):
+        if desired.number in (before.number, self.refused.number):
             return before
-        if not wanted.deleted:
+        if not desired.deleted:
             try:
-                if wanted.fleet.backend.kind != before.fleet.backend.kind:
+                if desired.fleet.backend.kind != before.fleet.backend.kind:
                     raise ConfigError("backend.kind cannot be changed: delete the fleet first, then apply the spec")
-                self._backend.use(wanted.fleet)
+                self._backend.use(desired.fleet)
             except ConfigError as error:
-                return self._refuse(wanted.number, str(error), before)
+                return self._refuse(desired.number, str(error), before)
             self._failures.clear()
-            self._ledger.note("changed", why=f"revision {wanted.fleet.revision}")
-        self._wanted, self.refused = wanted, ChangeRefused()
-        return wanted
+            self._ledger.record("changed", why=f"revision {desired.fleet.revision}")
+        self._desired, self.refused = desired, ChangeRefused()
+        return desired
 
     def _refuse(self, number: int, why: str, before: DesiredState) -> DesiredState:
         if self.refused != ChangeRefused(number, why):
             self.refused = ChangeRefused(number, why)
-            self._ledger.note("refused", why=why)
-            logger.warning("what is wanted now cannot be carried out here: %s", why)
+            self._ledger.record("refused", why=why)
+            logger.warning("the desired state cannot be reached here: %s", why)
         return before

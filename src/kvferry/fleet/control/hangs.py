@@ -1,4 +1,4 @@
-"""Finds members that run and do not answer."""
+"""Detects members that run and do not answer."""
 
 from __future__ import annotations
 
@@ -12,58 +12,58 @@ from kvferry.fleet.processes.health_check import ask_health
 
 logger = logging.getLogger(__name__)
 
-_ASKS_PER_TIMEOUT = 4
+_CHECKS_PER_TIMEOUT = 4
 """Health checks, at least, before a member counts as hung."""
-_ASK_EVERY_S = 5.0
+_CHECK_EVERY_S = 5.0
 
 OnHung = Callable[[str, str], Coroutine[Any, Any, None]]
 """Called with the name of a member that hangs, and the reason."""
 
 
 class HangWatch:
-    """Checks the health of each member that serves; owns a task for each."""
+    """Checks the health of each serving member; owns a task for each."""
 
     def __init__(self, on_hung: OnHung) -> None:
         self._on_hung = on_hung
-        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._checking: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, members: Sequence[Member], timeout_s: float, group: asyncio.TaskGroup) -> None:
         """Check these members from now on, and no others; none if `timeout_s` is 0."""
-        serving = {one.name: one for one in members if one.state is MemberState.SERVING and timeout_s}
-        for name in [name for name, task in self._asking.items() if name not in serving or task.done()]:
-            self._asking.pop(name).cancel()
+        serving = {member.name: member for member in members if member.state is MemberState.SERVING and timeout_s}
+        for name in [name for name, task in self._checking.items() if name not in serving or task.done()]:
+            self._checking.pop(name).cancel()
         for name, member in serving.items():
-            if name not in self._asking:
-                self._asking[name] = group.create_task(self._ask(member, timeout_s, group))
+            if name not in self._checking:
+                self._checking[name] = group.create_task(self._check(member, timeout_s, group))
 
     def end(self) -> None:
         """Stop checking."""
-        for task in self._asking.values():
+        for task in self._checking.values():
             task.cancel()
-        self._asking.clear()
+        self._checking.clear()
 
-    async def _ask(self, member: Member, timeout_s: float, group: asyncio.TaskGroup) -> None:
+    async def _check(self, member: Member, timeout_s: float, group: asyncio.TaskGroup) -> None:
         """Report the member once it has answered nothing for `timeout_s`. Each check may take as long, beside the next
         ones: a member that is slow does not hang. One without a `health_url` must have answered once before, since its
         health may be served elsewhere. Only the pauses between checks count, so that a machine that was suspended does
         not blame its members for it."""
-        every_s = min(_ASK_EVERY_S, timeout_s / _ASKS_PER_TIMEOUT)
+        every_s = min(_CHECK_EVERY_S, timeout_s / _CHECKS_PER_TIMEOUT)
         silent_s, has_answered = 0.0 if member.health_url else float("-inf"), False
         checks: set[asyncio.Task[int]] = set()
         try:
             while silent_s < timeout_s:
                 checks.add(asyncio.create_task(ask_health(member.health_url or member.url, timeout_s)))
                 await asyncio.sleep(every_s)
-                ended = {one for one in checks if one.done()}
+                ended = {check for check in checks if check.done()}
                 checks -= ended
-                if any(one.result() for one in ended):
+                if any(check.result() for check in ended):
                     if silent_s or not has_answered:
                         logger.debug("%s answers GET /health", member.name)
                     silent_s, has_answered = 0.0, True
                 else:
                     silent_s += every_s
         finally:
-            for one in checks:
-                one.cancel()
+            for check in checks:
+                check.cancel()
         # In a task of its own: this one is cancelled as soon as the member is being stopped.
         group.create_task(self._on_hung(member.name, f"has not answered GET /health for {silent_s:.0f} s"))

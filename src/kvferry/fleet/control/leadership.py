@@ -1,4 +1,4 @@
-"""The right to act on a fleet, which one controller has at a time.
+"""Leadership: the right to act on a fleet, which one controller has at a time.
 
 one machine       a lock on a file (`file_leadership`)
 all machines      an actor of Ray, or a Lease of Kubernetes: both are renewed in time (`TimedLeadership`)

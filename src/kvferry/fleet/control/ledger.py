@@ -1,9 +1,9 @@
-"""What is kept of a fleet between controllers: what it is to be, what it was before, and each step that was taken.
+"""The files of a fleet that outlive its controllers: its desired state, earlier revisions, and each step taken.
 
-    wanted.json       the fleet, and its earlier revisions; written by whoever changes it, under a lock
+    wanted.json       the desired state and its earlier revisions; written by commands, under a lock
     history.jsonl     one step or event a line, the oldest first; bounded
-    status.json       what the controller has seen last
-    scaled.json       the counts that a fleet with [scale] is to have now
+    status.json       the status that the controller has observed last
+    scaled.json       the desired counts of a fleet with [scale]
     controller.lock   held by the controller that acts (`lease`); another one waits
 
 Each file is replaced as a whole, or appended to by its one writer, so that a reader never sees half of one.
@@ -25,33 +25,35 @@ import msgspec
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.facts import MemberStatus, RoleStatus
-from kvferry.fleet.control.file_leadership import FileLeadership, LeaderRecord, holder, is_held, locked
+from kvferry.fleet.control.file_leadership import FileLeadership, LeaderRecord, holder, is_held, lock_file
 from kvferry.fleet.scaling.scaler import ScalingMemory
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
 logger = logging.getLogger(__name__)
 
 _MAX_HISTORY_BYTES = 4 * 2**20
-"""Most bytes of the history; beyond, its older half is forgotten."""
+"""Largest size of the history; beyond, its older half is removed."""
 _LOCKED_S, _TRY_AGAIN_S = 5.0, 0.02
-"""How long another process may change what is wanted, which takes milliseconds; and how often this is looked at."""
+"""Seconds that another process may take to change the desired state, which needs milliseconds; seconds between two
+attempts to lock it."""
 
 
 class DesiredState(msgspec.Struct, frozen=True):
-    """What the fleet is to be. `earlier`: what it was to be before, the last first. `deleted`: it is to end. `number`
-    grows with each change. `source`: the file that a controller follows, as `kvferry fleet run` does. `place`: the
-    folder in which paths of the spec begin that do not say where: the one that it was applied in."""
+    """The desired state of a fleet. `earlier`: its earlier specs, the last first. `deleted`: it is to end. `number`
+    grows with each change. `source`: the file that a controller follows, as `kvferry fleet run` does. `directory`: the
+    folder that the spec was applied in, where its relative paths begin."""
 
     fleet: DesiredFleet
     earlier: tuple[DesiredFleet, ...] = ()
     deleted: bool = False
     number: int = 0
     source: str = ""
-    place: str = ""
+    directory: str = msgspec.field(default="", name="place")
+    """Named `place` in the file, which earlier versions have written."""
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step that was taken, or what became of a member. `at`: seconds since 1970."""
+    """A step that was taken, or a change of a member's state. `at`: seconds since 1970."""
 
     at: float
     what: str
@@ -60,13 +62,13 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FleetStatus(msgspec.Struct, frozen=True):
-    """What the controller has seen last. `url`: where clients are served; empty until then. `trouble`: what keeps the
-    fleet from being what it is to be. `passing`: all of it is the backend's, as when a cluster does not answer, and
-    passes when that recovers."""
+    """The status that the controller has observed last. `url`: where clients are served; empty until then. `trouble`:
+    the reasons why the fleet does not reach its desired state. `passing`: all of them are the backend's, as when a
+    cluster does not answer, and pass when it recovers."""
 
     at: float
     pid: int
-    """Process id of the controller that has seen it."""
+    """Process id of that controller."""
     number: int
     url: str
     roles: dict[str, RoleStatus]
@@ -74,27 +76,27 @@ class FleetStatus(msgspec.Struct, frozen=True):
     trouble: tuple[str, ...] = ()
     passing: bool = False
     decided: str = ""
-    """What `[scale]` has decided, in words."""
+    """The last decision of `[scale]`, in words."""
     settled: bool = False
     started: int = 0
-    """When that controller's process started, as in `started_at`."""
+    """The start time of that controller's process, as in `started_at`."""
 
 
 class Ledger:
-    """One fleet's, in a folder that only its user can read: settings may contain keys."""
+    """The files of one fleet, in a folder that only its user can read: settings may contain keys."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @property
     def exists(self) -> bool:
-        """Whether somebody wanted this fleet."""
+        """True if this fleet was applied."""
         return (self.folder / "wanted.json").exists()
 
-    # What is wanted.
+    # The desired state.
 
-    def wanted(self) -> DesiredState:
-        """What the fleet is to be. Raises `ConfigError` if there is no such fleet, or its file cannot be read."""
+    def desired_state(self) -> DesiredState:
+        """The desired state. Raises `ConfigError` if there is no such fleet, or its file cannot be read."""
         try:
             return msgspec.json.decode((self.folder / "wanted.json").read_bytes(), type=DesiredState)
         except FileNotFoundError as error:
@@ -104,47 +106,47 @@ class Ledger:
                 f"{self.folder / 'wanted.json'} cannot be read: {error}; apply the fleet's spec again"
             ) from error
 
-    def want(self, fleet: DesiredFleet, source: str = "") -> DesiredState:
-        """The fleet is to be this from now on. Another revision than before makes that one an earlier one. What was
-        wanted before, and cannot be read, is put aside."""
+    def apply(self, fleet: DesiredFleet, source: str = "") -> DesiredState:
+        """Set the desired fleet. If its revision differs, the one before becomes an earlier one. A state before that
+        cannot be read is put aside."""
         with self._changing():
-            before = self._before()
+            before = self._previous_state()
             if isinstance(before, int) or before.deleted:
                 new = DesiredState(fleet, number=1 + (before if isinstance(before, int) else before.number))
             else:
-                new = _following(before, fleet)
-            new = msgspec.structs.replace(new, source=source, place=_here())
+                new = _next_state(before, fleet)
+            new = msgspec.structs.replace(new, source=source, directory=_working_directory())
             self._replace("wanted.json", new)
         return new
 
     def change(self, how: Callable[[DesiredState], DesiredFleet]) -> DesiredState:
-        """The fleet is to be this from now on, as it follows from what it is to be now: nobody else changes it in
-        between. Raises `ConfigError` if there is no fleet, or it is to end."""
+        """Set the desired fleet to the result of `how`, which is called with the current state, under the lock. Raises
+        `ConfigError` if there is no fleet, or it is to end."""
         with self._changing():
-            before = self.wanted()
+            before = self.desired_state()
             if before.deleted:
                 raise ConfigError(
                     f"{before.fleet.name} is ending; once it has ended, `kvferry fleet apply` makes it anew"
                 )
-            new = _following(before, how(before))
+            new = _next_state(before, how(before))
             self._replace("wanted.json", new)
         return new
 
     def delete(self) -> None:
-        """Note that the fleet is to end."""
+        """Record that the fleet is to end."""
         with self._changing():
-            before = self.wanted()
+            before = self.desired_state()
             self._replace("wanted.json", msgspec.structs.replace(before, deleted=True, number=before.number + 1))
 
-    def forget(self, *others: Path) -> bool:
-        """Remove all that is kept of a fleet that has ended, and these folders too. False if a controller still acts,
-        or somebody wants the fleet again."""
+    def remove(self, *others: Path) -> bool:
+        """Remove all files of a fleet that has ended, and these folders too. False if a controller still acts, or the
+        fleet was applied again."""
         with self._changing():
             leadership = self.try_acquire()
             if leadership is None:
                 return False
             try:
-                if not self.wanted().deleted:
+                if not self.desired_state().deleted:
                     return False
                 for folder in (*others, self.folder):
                     shutil.rmtree(folder, ignore_errors=True)
@@ -152,20 +154,20 @@ class Ledger:
                 leadership.close()
         return True
 
-    def _before(self) -> DesiredState | int:
-        """What was wanted before, or, where nothing was or nobody can read it, the number of its last change."""
+    def _previous_state(self) -> DesiredState | int:
+        """The desired state before, or the number of its last change if there is none or it cannot be read."""
         if not self.exists:
             return 0
         try:
-            return self.wanted()
+            return self.desired_state()
         except ConfigError:
             (self.folder / "wanted.json").replace(self.folder / "wanted.json.unreadable")
             seen = self.status()
             return 0 if seen is None else seen.number
 
-    # What was done.
+    # The history and the status.
 
-    def note(self, what: str, name: str = "", why: str = "") -> None:
+    def record(self, what: str, name: str = "", why: str = "") -> None:
         """Append an event to the history. If that is not possible, only the log says so: a history that cannot be
         written must not keep anything from being done."""
         logger.debug("%s", " ".join(filter(None, (what, name, why))))
@@ -188,7 +190,7 @@ class Ledger:
             self._replace_bytes("history.jsonl", text[text.index(b"\n", len(text) // 2) + 1 :])
 
     def history(self) -> Iterator[Event]:
-        """All events that are kept, the oldest first; lines that are not understood are passed over."""
+        """All events in the history, the oldest first; lines that are not understood are skipped."""
         try:
             lines = (self.folder / "history.jsonl").read_bytes().splitlines()
         except OSError:
@@ -200,60 +202,58 @@ class Ledger:
                 continue
 
     def write_status(self, status: FleetStatus) -> None:
-        """Replace what was seen before."""
+        """Replace the status."""
         self._replace("status.json", status)
 
-    def write_scaled(self, memory: ScalingMemory) -> None:
-        """Replace the counts that were decided before."""
+    def write_scaled_counts(self, memory: ScalingMemory) -> None:
+        """Replace the decided counts."""
         self._replace("scaled.json", memory)
 
-    def forget_scaled(self) -> None:
-        """The fleet has no `[scale]` any more: one that has it again begins with the counts of its spec."""
+    def remove_scaled_counts(self) -> None:
+        """Remove the decided counts of a fleet without `[scale]`; a later `[scale]` begins with the spec's counts."""
         with suppress(OSError):
             (self.folder / "scaled.json").unlink()
 
-    def scaled(self) -> ScalingMemory | None:
-        """The counts that were decided last, of a fleet that is scaled by what is asked for; None: there are none."""
+    def scaled_counts(self) -> ScalingMemory | None:
+        """The counts that `[scale]` has decided last; None: there are none."""
         try:
             return msgspec.json.decode((self.folder / "scaled.json").read_bytes(), type=ScalingMemory)
         except (OSError, ValueError):
             return None
 
     def status(self) -> FleetStatus | None:
-        """What a controller has seen last; None: there was none yet."""
+        """The status that a controller has observed last; None: there was none yet."""
         try:
             return msgspec.json.decode((self.folder / "status.json").read_bytes(), type=FleetStatus)
         except (OSError, ValueError):
             return None
 
     def current_status(self) -> FleetStatus | None:
-        """The status, if the controller that has seen it still looks after the fleet; None: what was seen last may be
-        there no more."""
+        """The status, if its controller still manages the fleet; None: the last status may be outdated."""
         seen, holder = self.status(), self.controller
         if seen is None or holder is None or holder.hangs:
             return None
         return seen if (seen.pid, seen.started) == (holder.pid, holder.started) else None
 
-    # Who acts.
+    # The leadership.
 
     def leadership(self, *, follows: bool = False) -> FileLeadership:
-        """The right to act, which one controller of this machine has at a time; not acquired yet. `follows`: as in
-        `LeaderRecord`."""
+        """The leadership on this machine, not acquired yet. `follows`: as in `LeaderRecord`."""
         return FileLeadership(self._lock, follows=follows)
 
     def try_acquire(self) -> FileLeadership | None:
-        """The acquired right to act; None: another controller has it. Raises `OSError`."""
+        """The acquired leadership; None: another controller has it. Raises `OSError`."""
         leadership = self.leadership()
         return leadership if leadership.try_lock() else None
 
     @property
     def has_controller(self) -> bool:
-        """Whether a controller acts."""
+        """True if a controller acts."""
         return is_held(self._lock)
 
     @property
     def controller(self) -> LeaderRecord | None:
-        """The controller that acts, as far as it has said who it is."""
+        """The controller that acts; None: there is none, or it has not written its record yet."""
         return holder(self._lock)
 
     @property
@@ -262,10 +262,10 @@ class Ledger:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Keep others from changing what is wanted meanwhile. Raises `ConfigError` if it cannot be written."""
+        """Lock the desired state against other writers. Raises `ConfigError` if it cannot be written."""
         deadline = SYSTEM_CLOCK.monotonic() + _LOCKED_S
         try:
-            while (descriptor := locked(self.folder / "wanted.lock")) is None:
+            while (descriptor := lock_file(self.folder / "wanted.lock")) is None:
                 if SYSTEM_CLOCK.monotonic() > deadline:
                     raise ConfigError(f"another process has been changing {self.folder} for {_LOCKED_S:g} s; try again")
                 time.sleep(_TRY_AGAIN_S)
@@ -289,16 +289,16 @@ class Ledger:
             draft.unlink(missing_ok=True)
 
 
-def _following(before: DesiredState, fleet: DesiredFleet) -> DesiredState:
+def _next_state(before: DesiredState, fleet: DesiredFleet) -> DesiredState:
     earlier = before.earlier
     if fleet.revision != before.fleet.revision:
-        kept = [one for one in earlier if one.revision != fleet.revision]
-        earlier = (before.fleet, *kept)[: fleet.roll.history]
-    return DesiredState(fleet, earlier, number=before.number + 1, place=before.place)
+        others = [fleet_before for fleet_before in earlier if fleet_before.revision != fleet.revision]
+        earlier = (before.fleet, *others)[: fleet.roll.history]
+    return DesiredState(fleet, earlier, number=before.number + 1, directory=before.directory)
 
 
-def _here() -> str:
+def _working_directory() -> str:
     try:
         return str(Path.cwd())
-    except OSError:  # somebody has removed it
+    except OSError:  # it was removed
         return ""

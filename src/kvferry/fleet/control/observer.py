@@ -1,6 +1,6 @@
-"""What is known of a fleet's members: the backend's knowledge of processes, joined with the routers' of requests.
+"""The observed state of a fleet's members: their processes by the backend, their requests by the routers.
 
-Owns what was declared to the routers and what they answered, and since when each member is in its phase.
+Owns what was declared to the routers, their replies, and the time at which each member's phase began.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
 from kvferry.fleet.control.facts import ObservedInstance, Phase
-from kvferry.fleet.control.router_client import RouterClient, View, capacity_of
+from kvferry.fleet.control.router_client import InstanceView, RouterClient, capacity_of
 from kvferry.fleet.scaling.traffic import DecodeCapacity
 from kvferry.fleet.scaling.traffic_meter import LOOK_BACK_S, MAX_ASKED
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
@@ -22,18 +22,19 @@ class Observer:
     """`starting`, `draining` and `stopping` are the names of members for which a step is being taken; the controller
     writes them."""
 
-    def __init__(self, front: RouterClient) -> None:
-        self._front = front
-        self._views: Mapping[str, View] | None = None
-        """How the routers see the fleet's instances, or saw them when one answered last; None: there is no router. What
-        operators have added to the routers is not here, although it may be called as a member that is starting."""
+    def __init__(self, router_client: RouterClient) -> None:
+        self._router_client = router_client
+        self._views: Mapping[str, InstanceView] | None = None
+        """The routers' views of the fleet's instances, when one answered last; None: there is no router. Instances that
+        operators have added are left out: one may have the name of a member that is starting."""
         self._since: dict[str, tuple[Phase, float]] = {}
         self.starting: dict[str, ObservedInstance] = {}
-        """Members that are being started, and that the backend does not know of yet."""
+        """Members that are being started, and that the backend does not list yet."""
         self.draining: set[str] = set()
         self.stopping: set[str] = set()
         self._adopted: set[str] = set()
-        """Members that served when this controller began: they do not start, whatever a new router knows of them."""
+        """Members that served when this controller began: they are not starting, even if a new router has not seen
+        them yet."""
         self.switching: dict[str, MemberRole] = {}
         """Members that change to this role and are drained for it; they count as starting in it."""
         self.withdrawn: set[str] = set()
@@ -41,81 +42,83 @@ class Observer:
 
     @property
     def has_routers(self) -> bool:
-        """Whether there is a router that serves, although it may not answer at the moment."""
+        """True if there is a serving router, even if it does not answer at the moment."""
         return self._views is not None
 
     async def adopt(self, members: Sequence[Member]) -> None:
-        """Learn from the routers what an earlier controller has told them. Raises `ConfigError` for one that does not
-        hold the same token: neither would listen to the other."""
-        self._adopted = {one.name for one in members if one.state is MemberState.SERVING}
+        """Read from the routers what an earlier controller has declared. Raises `ConfigError` for a router with another
+        token: neither would accept the other's requests."""
+        self._adopted = {member.name for member in members if member.state is MemberState.SERVING}
         routers = routers_of(members)
         for router in routers:
-            if why := await self._front.why_not(router):
+            if why := await self._router_client.rejection_reason(router):
                 raise ConfigError(f"the router of this fleet at {router} {why}")
-        urls = {one.name: one.url for one in members}
+        urls = {member.name: member.url for member in members}
         for router in routers:
-            if (shown := await self._front.views(router)) is not None:
-                self._views = views = {name: one for name, one in shown.items() if one.url == urls.get(name)}
+            if (shown := await self._router_client.views(router)) is not None:
+                self._views = views = {name: view for name, view in shown.items() if view.url == urls.get(name)}
                 self.draining = {name for name, view in views.items() if view.draining}
                 return
 
     async def declare(self, fleet: DesiredFleet, members: Sequence[Member], plan: FleetPlan | None = None) -> None:
-        """Tell the routers which instances serve, which of them are leaving, and what the fleet is to be. While none
-        answers, what they said last holds: they may have requests everywhere, and know of no other instances."""
+        """Declare to the routers the serving and the leaving instances, and the plan. While none answers, their last
+        reply holds: they may have requests everywhere, and know of no other instances."""
         if routers := routers_of(members):
             before = self._views or {}
             serving = _admitted(fleet, members, set(before))
-            serving = [one for one in serving if one.name not in self.withdrawn]
-            shown = await self._front.declare(routers, serving, self.draining | self.switching.keys(), plan)
-            names = {one.name for one in serving}
-            self._views = before if shown is None else {name: one for name, one in shown.items() if name in names}
+            serving = [member for member in serving if member.name not in self.withdrawn]
+            shown = await self._router_client.declare(routers, serving, self.draining | self.switching.keys(), plan)
+            names = {member.name for member in serving}
+            self._views = before if shown is None else {name: view for name, view in shown.items() if name in names}
         else:
             self._views = None
 
     async def plan(self, members: Sequence[Member]) -> FleetPlan | None:
-        """What routers were told last that the fleet is to be; None: nothing, or none of them answers."""
-        plans = await asyncio.gather(*(self._front.plan(one) for one in routers_of(members)))
-        return next((one for one in plans if one is not None), None)
+        """The plan that the routers have received last; None: none, or no router answers."""
+        plans = await asyncio.gather(*(self._router_client.plan(router) for router in routers_of(members)))
+        return next((plan for plan in plans if plan is not None), None)
 
     async def traffic(self, members: Sequence[Member]) -> dict[str, TrafficReport]:
-        """What the routers that answer have seen of requests, by their URL."""
+        """The traffic reports of the routers that answer, by their URL."""
         routers = routers_of(members)
-        reports = await asyncio.gather(*(self._front.traffic(one, LOOK_BACK_S, MAX_ASKED) for one in routers))
-        return {router: one for router, one in zip(routers, reports, strict=True) if one is not None}
+        reports = await asyncio.gather(
+            *(self._router_client.traffic(router, LOOK_BACK_S, MAX_ASKED) for router in routers)
+        )
+        return {router: report for router, report in zip(routers, reports, strict=True) if report is not None}
 
-    def room(self) -> DecodeCapacity:
-        """What one decode instance takes, as far as they have said so."""
+    def decode_capacity(self) -> DecodeCapacity:
+        """The capacity of one decode instance, as far as the instances have reported it."""
         return capacity_of((self._views or {}).values())
 
     def begin(self, member: MemberSpec, now: float) -> None:
-        """Note that a member is being started."""
+        """Record that a member is being started."""
         self._adopted.discard(member.name)
         self.starting[member.name] = ObservedInstance(
             member.name, member.role, member.revision, Phase.STARTING, now, member.unit
         )
 
     def is_drained(self, name: str) -> bool:
-        """Whether nothing runs at a member any more, as the routers said last."""
+        """True if no request runs at a member, by the routers' last reply."""
         view = (self._views or {}).get(name)
         return view is not None and view.drained
 
-    def is_known(self, name: str) -> bool:
-        """Whether the routers know a member, as they said last."""
+    def is_listed(self, name: str) -> bool:
+        """True if the routers' last reply lists a member."""
         return name in (self._views or {})
 
-    def changes_role(self, name: str) -> None:
-        """Note that its role changes: it is ready again once the routers say so."""
+    def begin_role_switch(self, name: str) -> None:
+        """Record that a member's role changes: it is ready again once the routers report it."""
         self._since.pop(name, None)
         self._adopted.discard(name)
 
     def observe(self, members: Sequence[Member], now: float) -> list[ObservedInstance]:
-        """All members, those that are being started included."""
-        here = {one.name for one in members}
-        for name in self.starting.keys() & here:
+        """All members, including those that are being started."""
+        names = {member.name for member in members}
+        for name in self.starting.keys() & names:
             del self.starting[name]
-        self.draining &= here
-        seen = [self._observed(one, now) for one in members]
-        self._since = {one.name: (one.phase, one.since) for one in seen}
+        self.draining &= names
+        seen = [self._observed(member, now) for member in members]
+        self._since = {instance.name: (instance.phase, instance.since) for instance in seen}
         return [*seen, *self.starting.values()]
 
     def _observed(self, member: Member, now: float) -> ObservedInstance:
@@ -133,11 +136,11 @@ class Observer:
             reason=member.reason or _hand_off_trouble(member, view),
         )
 
-    def _phase(self, member: Member, view: View | None) -> Phase:
+    def _phase(self, member: Member, view: InstanceView | None) -> Phase:
         name = member.name
         if name in self.switching and member.state is not MemberState.ENDED and name not in self.stopping:
             return Phase.STARTING
-        if view is not None and view.draining:  # an operator may have told the routers
+        if view is not None and view.draining:  # an operator may have drained it at the routers
             self.draining.add(name)
         if name in self.stopping:
             return Phase.DRAINED
@@ -151,29 +154,29 @@ class Observer:
             return Phase.READY
         if self._since.get(name, (None, 0.0))[0] is Phase.READY:
             return Phase.READY
-        if view is None or view.state == "new":  # a router that has just come has not looked at it yet
+        if view is None or view.state == "new":  # a new router has not checked it yet
             return Phase.READY if name in self._adopted else Phase.STARTING
         return Phase.READY if view.state == "up" else Phase.STARTING
 
 
-def _hand_off_trouble(member: Member, view: View | None) -> str:
+def _hand_off_trouble(member: Member, view: InstanceView | None) -> str:
     if view is None or not view.no_hand_off or member.state is not MemberState.SERVING:
         return ""
     return f"takes part in no hand-off: {view.no_hand_off}"
 
 
 def routers_of(members: Iterable[Member]) -> list[str]:
-    """Where the routers that serve answer their controller."""
-    routers = (one for one in members if one.role == "router" and one.state is MemberState.SERVING)
-    return [one.health_url for one in routers if one.health_url]
+    """The URLs at which the serving routers answer their controller."""
+    routers = (member for member in members if member.role == "router" and member.state is MemberState.SERVING)
+    return [router.health_url for router in routers if router.health_url]
 
 
-def _admitted(fleet: DesiredFleet, members: Sequence[Member], known: set[str]) -> list[Member]:
-    """The instances that clients' requests may go to: they serve, and so do all others of their unit, or did."""
-    serving = [one for one in members if one.role != "router" and one.state is MemberState.SERVING]
+def _admitted(fleet: DesiredFleet, members: Sequence[Member], admitted: set[str]) -> list[Member]:
+    """The instances that may get clients' requests: they serve, and all others of their unit do, or did before."""
+    serving = [member for member in members if member.role != "router" and member.state is MemberState.SERVING]
     if fleet.unit is None:
         return serving
     size = sum(fleet.unit.members.values())
-    num = {unit: sum(one.unit == unit for one in serving) for unit in {one.unit for one in serving}}
-    whole = {one.unit for one in serving if one.name in known or num[one.unit] >= size}
-    return [one for one in serving if one.unit in whole]
+    num = {unit: sum(member.unit == unit for member in serving) for unit in {member.unit for member in serving}}
+    whole = {member.unit for member in serving if member.name in admitted or num[member.unit] >= size}
+    return [member for member in serving if member.unit in whole]

@@ -1,12 +1,12 @@
 """Recommends how many instances a fleet needs, where others start them, such as Deployments with an autoscaler. The
 instances register at the routers themselves.
 
-    look      which instances the routers know, and what they have measured of requests
-    decide    as the controller of a fleet does (`scaling`)
-    tell      all routers, whose metrics show it (`kvferry_fleet_desired_instances`)
+    look      at the instances and the traffic that the routers report
+    decide    as the controller of a fleet does (`desired_counts`)
+    send      the plan to all routers, whose metrics show it (`kvferry_fleet_desired_instances`)
 
 It starts and stops nothing, and needs only the routers. When it begins, it continues from the plan that the routers
-were told last; if they have none, it waits until all instances have had time to register.
+have received last; if they have none, it waits until all instances have had time to register.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.desired_counts import Scaling, counts_of, with_counts
 from kvferry.fleet.control.facts import ObservedInstance, Phase
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.router_client import RouterClient, View, capacity_of
+from kvferry.fleet.control.router_client import InstanceView, RouterClient, capacity_of
 from kvferry.fleet.scaling.scaling_rules import PREFILL, Counts
 from kvferry.fleet.scaling.traffic_meter import LOOK_BACK_S, MAX_ASKED
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, read_fleet
@@ -45,7 +45,7 @@ def read_recommended(path: Path) -> DesiredFleet:
         raise ConfigError(f"{path}: there is no table [scale], which says what counts are to reach")
     if fleet.unit is not None:
         raise ConfigError(f'{path}: counts are recommended for mode = "pooling"; units have no count of their own here')
-    roles = {name: msgspec.structs.replace(one, can_be=()) for name, one in fleet.role.items()}
+    roles = {name: msgspec.structs.replace(role_spec, can_be=()) for name, role_spec in fleet.role.items()}
     return msgspec.structs.replace(fleet, role=roles)
 
 
@@ -57,16 +57,16 @@ class Recommender:
         spec: SpecFile,
         routers: Sequence[str],
         ledger: Ledger,
-        front: RouterClient,
+        router_client: RouterClient,
         clock: Clock,
         *,
         registers_s: float = REGISTERS_S,
     ) -> None:
-        self._spec, self._routers, self._front, self._clock = spec, routers, front, clock
+        self._spec, self._routers, self._router_client, self._clock = spec, routers, router_client, clock
         self._scaling, self._has_begun = Scaling(ledger, clock), False
         self._registers_s, self._answered_at, self._is_answered = registers_s, 0.0, True
         self._since: dict[str, tuple[Phase, float]] = {}
-        self._met: set[str] = set()
+        self._verified: set[str] = set()
         """Routers that are known to have the same token."""
 
     async def run(self) -> None:
@@ -76,91 +76,99 @@ class Recommender:
             await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> FleetPlan | None:
-        """Look, decide and tell, once; returns the plan that the routers were told. None: it is not known yet."""
+        """Do one round; returns the plan that was sent to the routers. None: it is not known yet."""
         fleet = await self._spec.follow()
         views = await self._views()
         if not views:
             return None
         seen = self._observe(views)
-        there = await self._begin(fleet, seen)
-        if there is None:
+        counts = await self._begin(fleet, seen)
+        if counts is None:
             return None
-        wanted = self._scaling.wanted(with_counts(fleet, there))
-        if self._scaling.is_due(wanted):
-            room = capacity_of(one for each in views.values() for one in each.values())
-            await self._scaling.decide(wanted, seen, await self._traffic(views), room)
-            wanted = self._scaling.wanted(with_counts(fleet, there))
-        plan = self._scaling.plan(wanted)
-        await asyncio.gather(*(self._front.tell(one, plan) for one in views))
+        desired = self._scaling.desired_fleet(with_counts(fleet, counts))
+        if self._scaling.is_due(desired):
+            capacity = capacity_of(view for each in views.values() for view in each.values())
+            await self._scaling.decide(desired, seen, await self._traffic(views), capacity)
+            desired = self._scaling.desired_fleet(with_counts(fleet, counts))
+        plan = self._scaling.plan(desired)
+        await asyncio.gather(*(self._router_client.send_plan(router, plan) for router in views))
         return plan
 
     async def _begin(self, fleet: DesiredFleet, seen: Sequence[ObservedInstance]) -> Counts | None:
-        """The counts from which it goes on; None: not known yet."""
-        registered = Counts(sum(one.role == PREFILL for one in seen), sum(one.role != PREFILL for one in seen))
+        """The counts to continue from; None: not known yet."""
+        registered = Counts(
+            sum(instance.role == PREFILL for instance in seen), sum(instance.role != PREFILL for instance in seen)
+        )
         if self._has_begun:
             return registered
-        is_said_only = fleet.scale is not None and fleet.scale.recommend
-        plans = await asyncio.gather(*(self._front.plan(one) for one in self._routers))
-        plan = next((one for one in plans if one is not None), None)
+        is_recommended_only = fleet.scale is not None and fleet.scale.recommend
+        plans = await asyncio.gather(*(self._router_client.plan(router) for router in self._routers))
+        plan = next((plan for plan in plans if plan is not None), None)
         self._scaling.adopt(plan)
         now = self._clock.monotonic()
         self._answered_at = self._answered_at or now
-        if plan is None and not (self._scaling.is_decided or is_said_only):
+        if plan is None and not (self._scaling.has_decided or is_recommended_only):
             if now - self._answered_at < self._registers_s:
                 return None
-            wanted = counts_of(fleet)
-            registered = Counts(max(wanted.prefill, registered.prefill), max(wanted.decode, registered.decode))
-        elif plan is not None and not is_said_only:
+            desired = counts_of(fleet)
+            registered = Counts(max(desired.prefill, registered.prefill), max(desired.decode, registered.decode))
+        elif plan is not None and not is_recommended_only:
             prefill = plan.desired.get(PREFILL, 0)
             registered = Counts(prefill, sum(plan.desired.values()) - prefill)
         self._has_begun = True
         return registered
 
-    async def _views(self) -> dict[str, Mapping[str, View]]:
-        """The instances that each router knows which answers, by name."""
-        for router in [one for one in self._routers if one not in self._met]:
-            if why := await self._front.why_not(router):  # it shows no addresses to strangers
+    async def _views(self) -> dict[str, Mapping[str, InstanceView]]:
+        """The instances of each router that answers, by name."""
+        for router in [router for router in self._routers if router not in self._verified]:
+            if why := await self._router_client.rejection_reason(router):  # without its token, it shows no addresses
                 raise ConfigError(f"the router at {router} {why}")
-        views = await asyncio.gather(*(self._front.views(one) for one in self._routers))
-        found = {router: one for router, one in zip(self._routers, views, strict=True) if one is not None}
-        self._met |= found.keys()
-        if bool(found) is not self._is_answered:
-            self._is_answered = bool(found)
-            if found:
+        views = await asyncio.gather(*(self._router_client.views(router) for router in self._routers))
+        answered = {
+            router: router_views
+            for router, router_views in zip(self._routers, views, strict=True)
+            if router_views is not None
+        }
+        self._verified |= answered.keys()
+        if bool(answered) is not self._is_answered:
+            self._is_answered = bool(answered)
+            if answered:
                 logger.warning("a router answers again")
             else:
                 logger.warning("no router answers; nothing is recommended until one does")
-        return found
+        return answered
 
-    def _observe(self, views: Mapping[str, Mapping[str, View]]) -> list[ObservedInstance]:
+    def _observe(self, views: Mapping[str, Mapping[str, InstanceView]]) -> list[ObservedInstance]:
         """Each instance once, by its URL: routers number them on their own."""
         now, seen = self._clock.monotonic(), dict[str, ObservedInstance]()
-        for view in (one for each in views.values() for one in each.values()):
+        for view in (view for each in views.values() for view in each.values()):
             phase = _phase(view)
             before = seen.get(view.url)
             if before is not None and phase is not Phase.DRAINING:
                 phase = before.phase if before.phase is not Phase.STARTING else phase
             role: MemberRole = "prefill" if view.role == PREFILL else "decode"
             seen[view.url] = ObservedInstance(view.url, role, "", phase, now)
-        for url, one in seen.items():
+        for url, instance in seen.items():
             before_phase, since = self._since.get(url, (None, now))
-            seen[url] = replace(one, since=since if before_phase is one.phase else now)
-        self._since = {url: (one.phase, one.since) for url, one in seen.items()}
+            seen[url] = replace(instance, since=since if before_phase is instance.phase else now)
+        self._since = {url: (instance.phase, instance.since) for url, instance in seen.items()}
         return list(seen.values())
 
-    async def _traffic(self, views: Mapping[str, Mapping[str, View]]) -> dict[str, TrafficReport]:
-        """What each router has seen of requests, with the instances' URLs as their names."""
-        reports = await asyncio.gather(*(self._front.traffic(one, LOOK_BACK_S, MAX_ASKED) for one in views))
-        found = {router: one for router, one in zip(views, reports, strict=True) if one is not None}
-        for router, report in found.items():
-            urls = {name: one.url for name, one in views[router].items()}
+    async def _traffic(self, views: Mapping[str, Mapping[str, InstanceView]]) -> dict[str, TrafficReport]:
+        """The traffic report of each router, with the instances' URLs as their names."""
+        reports = await asyncio.gather(
+            *(self._router_client.traffic(router, LOOK_BACK_S, MAX_ASKED) for router in views)
+        )
+        answered = {router: report for router, report in zip(views, reports, strict=True) if report is not None}
+        for router, report in answered.items():
+            urls = {name: view.url for name, view in views[router].items()}
             for request in report.requests:
                 request.prefill = urls.get(request.prefill, request.prefill)
                 request.decode = urls.get(request.decode, request.decode)
-        return found
+        return answered
 
 
-def _phase(view: View) -> Phase:
+def _phase(view: InstanceView) -> Phase:
     if view.draining:
         return Phase.DRAINING
     return Phase.READY if view.state == "up" else Phase.STARTING

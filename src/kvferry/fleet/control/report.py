@@ -1,6 +1,6 @@
-"""How a fleet is, for people: from what its controller has seen.
+"""The status of a fleet, for people, from the observations of its controller.
 
-Owns what was told last, and whether the fleet was ever up.
+Owns the status that was written last, and whether the fleet was ever up.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.fleet.control.backend import Member
-from kvferry.fleet.control.backoff import held_back
+from kvferry.fleet.control.backoff import start_backoff
 from kvferry.fleet.control.dry_run import explain_blocked_roll
 from kvferry.fleet.control.facts import Failure, MemberStatus, ObservedInstance, Phase, RoleStatus
 from kvferry.fleet.control.follower import ChangeRefused
@@ -27,8 +28,8 @@ _ANSWERING = ("decode", "both")
 
 @dataclass(frozen=True)
 class FleetView:
-    """What a controller has seen in one round. `instances` and `routers`: what they are to be. `is_stalled`: nothing
-    moves, and there is nothing to do. `trouble`: the backend's."""
+    """The observations of one round. `instances` and `routers`: their desired state. `is_stalled`: no member changes
+    its phase, and there is no step to take. `trouble`: the backend's."""
 
     instances: DesiredFleet
     routers: DesiredFleet
@@ -41,14 +42,14 @@ class FleetView:
 
     @property
     def has_routers(self) -> bool:
-        """Whether clients are served by routers."""
+        """True if clients are served by routers."""
         return self.routers.role["router"].count > 0
 
     @property
     def url(self) -> str:
-        """Where clients are served; empty as long as they are not."""
-        serving = (one for one in self.members if one.role == "router" or not self.has_routers)
-        return next((one.url for one in serving if one.url), "")
+        """The URL at which clients are served; empty as long as they are not."""
+        serving = (member for member in self.members if member.role == "router" or not self.has_routers)
+        return next((member.url for member in serving if member.url), "")
 
 
 class StatusReporter:
@@ -56,20 +57,22 @@ class StatusReporter:
 
     def __init__(self, ledger: Ledger, display: Display, clock: Clock) -> None:
         self._ledger, self._display, self._clock = ledger, display, clock
-        self._told: FleetStatus | None = None
+        self._written: FleetStatus | None = None
         self.is_up = False
-        """Whether everything that is wanted has once served."""
+        """True once all desired members have served."""
 
-    def status(self, sight: FleetView, number: int, refused: ChangeRefused, decided: str) -> FleetStatus:
-        """The status of the fleet; whoever waits for it to be up is told once it is. `number`: of the change that is
-        followed; `decided`: by `[scale]`."""
+    def status(self, view: FleetView, number: int, refused: ChangeRefused, decided: str) -> FleetStatus:
+        """The status of the fleet; once it is up, the display shows it. `number`: of the followed change; `decided`:
+        the last decision of `[scale]`."""
         roles = {
-            name: one for fleet in (sight.instances, sight.routers) for name, one in _role_status(fleet, sight).items()
+            name: status
+            for fleet in (view.instances, view.routers)
+            for name, status in _role_status(fleet, view).items()
         }
-        if not self.is_up and all(one.ready >= one.desired for one in roles.values()):
-            self._up(sight)
-        given_up = [f"{role}: {one.failed}" for role, one in roles.items() if one.given_up]
-        stalled = [] if any(one.failed for one in roles.values()) else _why_stalled(sight)
+        if not self.is_up and all(status.ready >= status.desired for status in roles.values()):
+            self._up(view)
+        given_up = [f"{role}: {status.failed}" for role, status in roles.items() if status.given_up]
+        stalled = [] if any(status.failed for status in roles.values()) else _why_stalled(view)
         refused_why = [f"the change is refused: {refused.why}"] if refused.number else []
         lasting = (*refused_why, *given_up, *stalled)
         return FleetStatus(
@@ -77,94 +80,98 @@ class StatusReporter:
             pid=os.getpid(),
             started=started_at(os.getpid()),
             number=max(number, refused.number),
-            url=sight.url,
+            url=view.url,
             roles=roles,
-            members=_member_status(sight),
-            trouble=(sight.trouble, *lasting) if sight.trouble else lasting,
-            passing=bool(sight.trouble) and not lasting,
+            members=_member_status(view),
+            trouble=(view.trouble, *lasting) if view.trouble else lasting,
+            passing=bool(view.trouble) and not lasting,
             decided=decided,
-            settled=not refused.number and _is_settled(sight, roles),
+            settled=not refused.number and _is_settled(view, roles),
         )
 
     def write(self, status: FleetStatus) -> None:
-        """Write it down, unless nothing but times has changed. Raises `OSError`."""
-        if self._told is None or _timeless(status) != _timeless(self._told):
+        """Write it to the ledger, unless only times have changed. Raises `OSError`."""
+        if self._written is None or _without_times(status) != _without_times(self._written):
             self._ledger.write_status(status)
-            self._told = status
+            self._written = status
 
-    def _up(self, sight: FleetView) -> None:
+    def _up(self, view: FleetView) -> None:
         self.is_up = True
-        if sight.has_routers and sight.instances.num_instances:
-            self._display.members({one.name: one.url for one in sight.members if one.role != "router"})
-        self._display.up(sight.url)
-        self._ledger.note("up", why=sight.url)
+        if view.has_routers and view.instances.num_instances:
+            self._display.members({member.name: member.url for member in view.members if member.role != "router"})
+        self._display.up(view.url)
+        self._ledger.record("up", why=view.url)
 
 
 def is_hopeless(status: FleetStatus) -> bool:
-    """Whether no instance is left that could answer, and those that could are not started again."""
+    """True if no instance is left that could answer, and none that could is started again."""
     alive = (Phase.READY.value, Phase.STARTING.value)
-    if any(one.role in _ANSWERING and one.phase in alive for one in status.members):
+    if any(member.role in _ANSWERING and member.phase in alive for member in status.members):
         return False
-    return any(one.given_up for role, one in status.roles.items() if role in _ANSWERING)
+    return any(role_status.given_up for role, role_status in status.roles.items() if role in _ANSWERING)
 
 
-def _role_status(fleet: DesiredFleet, sight: FleetView) -> dict[str, RoleStatus]:
-    """How many members each role that is wanted has, and what keeps others from being started."""
+def _role_status(fleet: DesiredFleet, view: FleetView) -> dict[str, RoleStatus]:
+    """The status of each desired role."""
     if fleet.unit is None:
-        desired = {role: one.count for role, one in fleet.role.items()}
+        desired = {role: role_spec.count for role, role_spec in fleet.role.items()}
     else:
         desired = {role: number * fleet.unit.count for role, number in fleet.unit.members.items()}
-    found: dict[str, RoleStatus] = {}
+    statuses: dict[str, RoleStatus] = {}
     for role, number in desired.items():
-        here = [one for one in sight.seen if one.role == role]
-        ready = [one for one in here if one.phase is Phase.READY]
-        held = held_back(fleet, role, sight.seen, sight.failures, sight.now)
-        found[role] = RoleStatus(
+        members = [status for status in view.seen if status.role == role]
+        ready = [status for status in members if status.phase is Phase.READY]
+        held = start_backoff(fleet, role, view.seen, view.failures, view.now)
+        statuses[role] = RoleStatus(
             desired=number,
             ready=len(ready),
-            updated=sum(one.revision == fleet.revision for one in ready),
-            starting=sum(one.phase is Phase.STARTING for one in here),
-            draining=sum(one.phase in (Phase.DRAINING, Phase.DRAINED) for one in here),
+            updated=sum(status.revision == fleet.revision for status in ready),
+            starting=sum(status.phase is Phase.STARTING for status in members),
+            draining=sum(status.phase in (Phase.DRAINING, Phase.DRAINED) for status in members),
             failed="" if held is None else held.why,
-            given_up=held is not None and held.for_good,
+            given_up=held is not None and held.is_permanent,
         )
-    return found
+    return statuses
 
 
-def _member_status(sight: FleetView) -> tuple[MemberStatus, ...]:
+def _member_status(view: FleetView) -> tuple[MemberStatus, ...]:
     """All members by name."""
-    urls = {one.name: one.url for one in sight.members}
+    urls = {member.name: member.url for member in view.members}
     return tuple(
         MemberStatus(
-            name=one.name,
-            role=one.role,
-            revision=one.revision,
-            phase=one.phase.value,
-            for_s=round(sight.now - one.since, 1),
-            url=urls.get(one.name, ""),
-            unit=one.unit,
-            outstanding=one.outstanding,
-            detail=one.reason,
+            name=instance.name,
+            role=instance.role,
+            revision=instance.revision,
+            phase=instance.phase.value,
+            for_s=round(view.now - instance.since, 1),
+            url=urls.get(instance.name, ""),
+            unit=instance.unit,
+            outstanding=instance.outstanding,
+            detail=instance.reason,
         )
-        for one in sorted(sight.seen, key=lambda one: one.name)
+        for instance in sorted(view.seen, key=attrgetter("name"))
     )
 
 
-def _is_settled(sight: FleetView, roles: dict[str, RoleStatus]) -> bool:
-    """Whether everything is as it is to be, and of the revision that is wanted."""
-    revisions = {sight.instances.revision, sight.routers.revision}
-    return all(one.ready == one.desired for one in roles.values()) and all(
-        one.phase is Phase.READY and one.revision in revisions for one in sight.seen
+def _is_settled(view: FleetView, roles: dict[str, RoleStatus]) -> bool:
+    """True if all members are ready, in the desired numbers and revision."""
+    revisions = {view.instances.revision, view.routers.revision}
+    return all(status.ready == status.desired for status in roles.values()) and all(
+        instance.phase is Phase.READY and instance.revision in revisions for instance in view.seen
     )
 
 
-def _why_stalled(sight: FleetView) -> list[str]:
-    """Why instances of another revision stay, of a fleet in which nothing moves and nothing can be done; empty if there
-    are none, or the fleet is paused."""
-    fleet = sight.instances
-    old = sorted(one.name for one in sight.seen if one.role != "router" and one.revision != fleet.revision)
-    return [explain_blocked_roll(fleet, old)] if sight.is_stalled and old and not fleet.roll.pause else []
+def _why_stalled(view: FleetView) -> list[str]:
+    """The reason why instances of another revision stay in a stalled fleet; empty if there are none, or the fleet is
+    paused."""
+    fleet = view.instances
+    old = sorted(
+        instance.name for instance in view.seen if instance.role != "router" and instance.revision != fleet.revision
+    )
+    return [explain_blocked_roll(fleet, old)] if view.is_stalled and old and not fleet.roll.pause else []
 
 
-def _timeless(status: FleetStatus) -> FleetStatus:
-    return msgspec.structs.replace(status, at=0.0, members=tuple(replace(one, for_s=0.0) for one in status.members))
+def _without_times(status: FleetStatus) -> FleetStatus:
+    return msgspec.structs.replace(
+        status, at=0.0, members=tuple(replace(member, for_s=0.0) for member in status.members)
+    )

@@ -1,8 +1,8 @@
-"""Changes the role of a server that has to be idle for it, and is told to change: SGLang's, with POST /pd_role_switch.
+"""Switches the role of a server that has to be idle for it: SGLang's, with POST /pd_role_switch.
 
 kvferry's instances and vLLM's do both phases all the time, so that a role is only what routers send them. An SGLang
 server is started for one phase; with `--enable-pd-role-switch` (0.5.23) it changes to the other one while nothing runs
-there. So its requests are drained first, then the routers forget it, it is told, and it comes back in its new role.
+there. So its requests are drained first, then the routers remove it, it switches, and they add it in its new role.
 
 A server changes its role once. After a second change to prefill, hand-offs from it wait without end (0.5.23, seen in
 2026-11): decode servers keep the address that it had before the first one, as its bootstrap server goes on answering.
@@ -44,8 +44,8 @@ class _Answer(msgspec.Struct):
 async def switch_server(
     url: str, role: MemberRole, clock: Clock, *, within_s: float, timeout_s: float = 30.0, again_s: float = 0.25
 ) -> None:
-    """Have the SGLang server at `url` take this role, once it is idle. It is asked again every `again_s` while it is
-    not; each answer may take `timeout_s`. Raises `NotSwitched`, also when `within_s` is over.
+    """Switch the SGLang server at `url` to this role, once it is idle. The request is repeated every `again_s` while it
+    is not; each answer may take `timeout_s`. Raises `NotSwitched`, also when `within_s` is over.
 
     `decode_cuda_graph_memory_gb`: how much memory must be free for graphs, which a decode server captures where it can;
     it serves without them where it cannot.

@@ -45,7 +45,7 @@ class DecodeCapacity(NamedTuple):
     sequences: int = 0
 
     @classmethod
-    def least(cls, capacities: Iterable[tuple[int, int]]) -> DecodeCapacity:
+    def smallest(cls, capacities: Iterable[tuple[int, int]]) -> DecodeCapacity:
         """The least that any of these (tokens, sequences) takes, as far as they are known."""
         tokens, sequences = zip(*capacities, strict=True) if (capacities := list(capacities)) else ((), ())
         return cls(min(filter(None, tokens), default=0), min(filter(None, sequences), default=0))

@@ -69,7 +69,7 @@ async def controlling(
 async def test_workloads_are_scaled_to_what_was_decided(tmp_path: Path) -> None:
     async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), FleetSettings() as front:
         await emulated.create(lease())
-        await front.tell(urls[0], PLAN)
+        await front.send_plan(urls[0], PLAN)
         async with controlling(emulated, urls, front, tmp_path):
             await holds(lambda: len(emulated.server.scaled) == 2)
             assert emulated.server.scaled == SCALED
@@ -82,7 +82,7 @@ async def test_workloads_are_scaled_to_what_was_decided(tmp_path: Path) -> None:
 async def test_what_the_api_server_did_not_do_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), FleetSettings() as front:
         await emulated.create(lease())
-        await front.tell(urls[0], PLAN)
+        await front.send_plan(urls[0], PLAN)
         async with controlling(emulated, urls, front, tmp_path) as held:
             await holds(lambda: held.is_held)
             emulated.server.refuses_scale = True
@@ -94,7 +94,7 @@ async def test_what_the_api_server_did_not_do_is_tried_again(tmp_path: Path, cap
 async def test_a_controller_that_loses_the_lease_scales_nothing(tmp_path: Path) -> None:
     async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), FleetSettings() as front:
         await emulated.create(lease())
-        await front.tell(urls[0], PLAN)
+        await front.send_plan(urls[0], PLAN)
         async with controlling(emulated, urls, front, tmp_path) as held:
             await holds(lambda: len(emulated.server.scaled) == 2)
             await emulated.patch(lease(), {"spec": {"holderIdentity": "another"}})
@@ -142,7 +142,7 @@ async def test_the_controllers_of_the_manifests_scale_their_fleet_one_after_the_
     async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), FleetSettings() as front:
         await emulated.create(lease())
         emulated.server.rules = role["rules"]
-        await front.tell(urls[0], PLAN)
+        await front.send_plan(urls[0], PLAN)
         async with deployed(tmp_path, urls, emulated.url, "first"):
             await holds(lambda: emulated.server.scaled == SCALED)
             async with deployed(tmp_path, urls, emulated.url, "second") as second:
