@@ -61,6 +61,7 @@ PLAIN_ROOMS = (
     "connectors/",
     "core/",
     "engine/",
+    "fleet/backends/",
     "fleet/control/",
     "http/",
     "kv_events/",

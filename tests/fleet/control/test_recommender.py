@@ -29,7 +29,7 @@ from router.peers import SECRET, instances, routing
 ROLES = {"prefill": {"count": 2, "min": 1, "max": 6}, "decode": {"count": 2, "min": 1, "max": 6}}
 
 
-class FleetSettings(RouterClient):
+class RecordingRouterClient(RouterClient):
     """Real but for what routers measure, which a test says."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def told(routers: list[Router]) -> list[FleetPlan | None]:
 
 
 async def test_all_routers_say_what_the_requests_need(tmp_path: Path) -> None:
-    clock, front = ManualClock(1e6), FleetSettings()
+    clock, front = ManualClock(1e6), RecordingRouterClient()
     async with two_routers() as (routers, urls), front:
         made = Recommender(
             SpecFile(spec(tmp_path), read_recommended), [*urls, "http://127.0.0.1:9"], Ledger(tmp_path), front, clock
@@ -92,7 +92,7 @@ async def test_all_routers_say_what_the_requests_need(tmp_path: Path) -> None:
 
 
 async def test_one_that_begins_goes_on_from_what_was_told(tmp_path: Path) -> None:
-    async with two_routers() as (routers, urls), FleetSettings() as front:
+    async with two_routers() as (routers, urls), RecordingRouterClient() as front:
         await front.send_plan(urls[1], FleetPlan({"prefill": 5, "decode": 3}))
         made = Recommender(SpecFile(spec(tmp_path), read_recommended), urls, Ledger(tmp_path), front, ManualClock(1e6))
         await made.look()
@@ -104,7 +104,7 @@ async def test_one_that_begins_keeps_what_was_decided_before(tmp_path: Path, rec
     """With the same folder, or, on another machine, without it."""
     path = spec(tmp_path, scale={**SCALE, "recommend": recommend})
     clock = ManualClock(1e6)
-    async with two_routers() as (routers, urls), FleetSettings() as front:
+    async with two_routers() as (routers, urls), RecordingRouterClient() as front:
 
         async def looks(folder: Path) -> FleetPlan:
             file = SpecFile(path, read_recommended)
@@ -129,7 +129,7 @@ async def test_one_that_begins_keeps_what_was_decided_before(tmp_path: Path, rec
 
 
 async def test_a_router_that_does_not_answer_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with FleetSettings() as front:
+    async with RecordingRouterClient() as front:
         file = SpecFile(spec(tmp_path), read_recommended)
         made = Recommender(file, ["http://127.0.0.1:9"], Ledger(tmp_path), front, ManualClock(1e6))
         await made.look()
@@ -149,7 +149,7 @@ async def test_a_router_with_another_token_is_none_of_ours(tmp_path: Path) -> No
 
 async def test_a_spec_is_followed_and_a_wrong_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock(1e6)
-    async with two_routers() as (routers, urls), FleetSettings() as front:
+    async with two_routers() as (routers, urls), RecordingRouterClient() as front:
         file = SpecFile(spec(tmp_path), read_recommended)
         made = Recommender(file, urls, Ledger(tmp_path), front, clock, registers_s=0)
         await made.look()
@@ -165,7 +165,7 @@ async def test_a_spec_is_followed_and_a_wrong_one_is_not(tmp_path: Path, caplog:
 
 
 async def test_a_recommendation_only_begins_with_those_that_are_there(tmp_path: Path) -> None:
-    async with two_routers() as (routers, urls), FleetSettings() as front:
+    async with two_routers() as (routers, urls), RecordingRouterClient() as front:
         path = spec(tmp_path, scale={**SCALE, "recommend": True})
         made = Recommender(
             SpecFile(path, read_recommended), urls, Ledger(tmp_path), front, ManualClock(1e6), registers_s=0

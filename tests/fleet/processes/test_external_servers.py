@@ -14,7 +14,7 @@ import pytest
 
 from fleet.fleets import NO_RESTARTS, run, up
 from fleet.recording import RecordingDisplay
-from kvferry.fleet.backends.local.launcher import launching
+from kvferry.fleet.backends.local.launcher import launch_command
 from kvferry.fleet.processes.health_check import serves
 from kvferry.fleet.processes.process import ExternalServer, ProcessSpec
 from kvferry.fleet.processes.ready import StartProgress
@@ -167,7 +167,7 @@ os._exit(3)
 
 def test_sigterm_meets_a_program_that_has_ended() -> None:
     core = min(os.sched_getaffinity(0))
-    command = launching((sys.executable, "-I", "-S", "-c", ENDS_AS_ITS_GUARD_IS_TOLD), (core,), "group")
+    command = launch_command((sys.executable, "-I", "-S", "-c", ENDS_AS_ITS_GUARD_IS_TOLD), (core,), "group")
     for _ in range(10):
         done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=30, check=False)
         assert (done.returncode, done.stderr) == (3, "")

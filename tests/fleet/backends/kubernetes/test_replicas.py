@@ -20,7 +20,7 @@ pytest.importorskip("kubernetes")
 from fleet.backends.kubernetes.emulated import Cluster as Emulated
 from fleet.backends.kubernetes.emulated import lease, write_kubeconfig
 from fleet.control.test_desired_counts import SCALE
-from fleet.control.test_recommender import ROLES, FleetSettings, spec, two_routers
+from fleet.control.test_recommender import ROLES, RecordingRouterClient, spec, two_routers
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.messages.traffic import FleetPlan
 from kvferry.fleet.backends.kubernetes.cluster import Cluster
@@ -47,7 +47,7 @@ def path_of(folder: Path, **more: Any) -> Path:
 
 @asynccontextmanager
 async def controlling(
-    emulated: Emulated, urls: list[str], front: FleetSettings, folder: Path
+    emulated: Emulated, urls: list[str], front: RecordingRouterClient, folder: Path
 ) -> AsyncIterator[KubernetesLeadership]:
     """A controller in this process, which looks again at once."""
     file = SpecFile(path_of(folder), read_recommended)
@@ -67,7 +67,7 @@ async def controlling(
 
 
 async def test_workloads_are_scaled_to_what_was_decided(tmp_path: Path) -> None:
-    async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), FleetSettings() as front:
+    async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), RecordingRouterClient() as front:
         await emulated.create(lease())
         await front.send_plan(urls[0], PLAN)
         async with controlling(emulated, urls, front, tmp_path):
@@ -80,7 +80,7 @@ async def test_workloads_are_scaled_to_what_was_decided(tmp_path: Path) -> None:
 
 
 async def test_what_the_api_server_did_not_do_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), FleetSettings() as front:
+    async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), RecordingRouterClient() as front:
         await emulated.create(lease())
         await front.send_plan(urls[0], PLAN)
         async with controlling(emulated, urls, front, tmp_path) as held:
@@ -92,7 +92,7 @@ async def test_what_the_api_server_did_not_do_is_tried_again(tmp_path: Path, cap
 
 
 async def test_a_controller_that_loses_the_lease_scales_nothing(tmp_path: Path) -> None:
-    async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), FleetSettings() as front:
+    async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), RecordingRouterClient() as front:
         await emulated.create(lease())
         await front.send_plan(urls[0], PLAN)
         async with controlling(emulated, urls, front, tmp_path) as held:
@@ -139,7 +139,7 @@ SPEC = {"name": "chat", "model": "m", "mode": "pooling"}
 async def test_the_controllers_of_the_manifests_scale_their_fleet_one_after_the_other(tmp_path: Path) -> None:
     objects = render(fleet_from({**SPEC, "role": ROLES, "backend": KUBERNETES, "scale": SCALE}), Values())
     (role,) = [one for one in objects if one["kind"] == "Role"]
-    async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), FleetSettings() as front:
+    async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), RecordingRouterClient() as front:
         await emulated.create(lease())
         emulated.server.rules = role["rules"]
         await front.send_plan(urls[0], PLAN)

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.fleet.backends.local import launcher
 from kvferry.fleet.backends.local.child import ChildProcess, spawn
-from kvferry.fleet.backends.local.launcher import launching
+from kvferry.fleet.backends.local.launcher import launch_command
 from kvferry.fleet.processes.start_time import started_at
 
 HANGS_S = 60.0
@@ -50,7 +50,7 @@ async def test_the_exit_code_is_known_and_nothing_is_left_open() -> None:
     assert (child.returncode, child.has_ended) == (3, True)
     child.terminate()
     child.signal(signal.SIGUSR1)
-    child.let_go()
+    child.detach()
     assert await child.wait(0)
     assert descriptors() == before
 
@@ -124,7 +124,7 @@ async def test_one_that_is_let_go_goes_on() -> None:
     with somebody_elses() as process:
         before = descriptors()
         found = ChildProcess(process.pid, is_ours=False)
-        found.let_go()
+        found.detach()
         found.signal(signal.SIGKILL)
         assert descriptors() == before
         assert process.poll() is None
@@ -160,7 +160,7 @@ async def test_processes_of_one_number_differ_in_when_they_began() -> None:
 
 async def test_the_launcher_writes_which_process_it_is(tmp_path: Path) -> None:
     file = tmp_path / "process"
-    child = spawn(launching((*PYTHON, FOR_EVER), (), "none", str(file)), dict(os.environ))
+    child = spawn(launch_command((*PYTHON, FOR_EVER), (), "none", str(file)), dict(os.environ))
     async with asyncio.timeout(HANGS_S):
         while not file.exists():
             await asyncio.sleep(0.01)
@@ -171,7 +171,7 @@ async def test_the_launcher_writes_which_process_it_is(tmp_path: Path) -> None:
 
 
 def test_a_program_that_cannot_be_run_is_told() -> None:
-    command = launching(("/nowhere/program",), (), "none")
+    command = launch_command(("/nowhere/program",), (), "none")
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert done.stderr == "kvferry: error: cannot run /nowhere/program: No such file or directory\n"

@@ -22,7 +22,7 @@ from kvferry.cli.attended import AttendedFleet
 from kvferry.fleet.backends.local import fork_server, member
 from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.fork_server import ForkServer
-from kvferry.fleet.backends.local.launcher import launching
+from kvferry.fleet.backends.local.launcher import launch_command
 from kvferry.fleet.processes.process import PROGRAM, ProcessSpec
 from kvferry.fleet.spec.fleet_spec import FailureSpec
 
@@ -66,8 +66,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     def use(program: str) -> None:
         monkeypatch.setattr(
             fork_server,
-            "launching",
-            lambda command, cores, leash: launching((sys.executable, "-c", program, command[-1]), cores, leash),
+            "launch_command",
+            lambda command, cores, leash: launch_command((sys.executable, "-c", program, command[-1]), cores, leash),
         )
 
     monkeypatch.setattr(fork_server, "_CUDA", Path("/nowhere"))

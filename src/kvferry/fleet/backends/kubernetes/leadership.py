@@ -1,6 +1,6 @@
-"""The right to scale a fleet as a Lease of the cluster (coordination.k8s.io/v1), which the manifests contain.
+"""Leadership by a Lease of the cluster (coordination.k8s.io/v1), which the manifests contain.
 
-Others wait, by their own clocks, from when they saw the Lease change last. A change names the version that it was made
+Others wait, by their own clocks, since they saw the Lease change last. A change names the version that it was made
 for, so that one of two succeeds.
 """
 
@@ -35,10 +35,10 @@ class KubernetesLeadership(TimedLeadership):
         self._cluster, self.name = cluster, name
         self.me = f"{socket.gethostname()[:200]}_{uuid.uuid4().hex[:12]}"
         self._seen = ("", 0.0)
-        """The Lease's version, and since when it has had it."""
+        """The Lease's version, and the time at which this process saw it first."""
 
     async def try_acquire(self) -> bool:
-        """Take it if nobody has it; False: somebody has."""
+        """Acquire it if it is free; False: another controller has it."""
         begun = self._clock()
         with _refusals():
             spec, version = await self._read()

@@ -1,7 +1,7 @@
 """kvferry's controller in a cluster: the counts that `[scale]` decides become the replicas of the fleet's workloads.
 
 Kubernetes starts, rolls and ends the pods, which register at the routers themselves. Of several controllers, the one
-that holds the Lease acts; its successor continues from the plan that the routers were told last.
+that holds the Lease acts; its successor continues from the plan that the routers have received last.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ReplicaController:
         try:
             return await self._leadership.try_acquire()
         except LeadershipUnknown as error:
-            logger.warning("whether another controller acts is not known: %s", error)
+            logger.warning("it is not known if another controller acts: %s", error)
             return False
 
     async def _lead(self) -> None:

@@ -1,8 +1,8 @@
-"""Members are processes of this machine.
+"""The backend whose members are processes of this machine.
 
 They may outlive the controller that started them (`outlives`), and are then found again by their folders; or end with
-it, in whatever way it ends. The routers of the fleet accept connections on sockets that this process holds, so that a
-connection that comes while one of them dies waits for another; and share one folder.
+it, in whatever way it ends. The routers of the fleet share one folder, and accept connections on sockets that this
+process holds: a connection that comes while one of them dies waits for another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.folder import MemberFolder, MemberRecord
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.backends.local.member import LocalMember
-from kvferry.fleet.backends.local.starting import Leash, opened, start_process
+from kvferry.fleet.backends.local.starting import Leash, open_streams, start_process
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, NotStarted, Recipe
 from kvferry.fleet.processes.cpu import Cores, cores_of
 from kvferry.fleet.processes.exit_reason import Ended
@@ -36,7 +36,7 @@ from kvferry.http.server.listen import BACKLOG, reserve
 logger = logging.getLogger(__name__)
 
 _WRITTEN_S = 10.0
-"""How long after a controller's death a process that it has just started may take to say which one it is."""
+"""Seconds after a controller's death within which a process that it has just started writes its process id."""
 _LOOK_S = 0.02
 
 
@@ -54,18 +54,18 @@ class LocalBackend(FleetBackend):
         self._registrars: dict[str, tuple[Registrar, asyncio.Task[None]]] = {}
         self._listeners: list[socket.socket] = []
         self._addresses: list[tuple[str, int]] | None = None
-        """What the listeners were asked for; None: there are none yet."""
+        """The addresses of the listeners as in the spec; None: there are none yet."""
         self._fork_server = fork_server or ForkServer(is_tied=not context.outlives)
         self._owns_fork_server = fork_server is None
 
     # The backend's methods.
 
     def use(self, fleet: DesiredFleet) -> None:
-        """Start members for this fleet from now on. Raises `ConfigError`. Routers that run keep the sockets that they
-        have; those that are started from now on get the new address."""
+        """Start members for this fleet from now on. Raises `ConfigError`. Running routers keep their sockets; later
+        ones get the new address."""
         recipe = self.context.make_recipe(fleet)
         if self._addresses not in (None, [*recipe.addresses]):
-            self._move([*recipe.addresses])
+            self._rebind([*recipe.addresses])
         self.recipe, self.num_routers = recipe, recipe.num_routers
 
     async def open(self) -> None:
@@ -74,17 +74,17 @@ class LocalBackend(FleetBackend):
         self._group_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in sorted(self._members_folder.iterdir()):
             await self._find(MemberFolder(path))
-        adopts = any(one.about.role == "router" for one in self._members.values())
-        known = self._known_ports() if adopts else {}
+        adopts = any(member.about.role == "router" for member in self._members.values())
+        ports = self._bound_ports() if adopts else {}
         for host, port in self.recipe.addresses:
-            bound = known.get((host, port))
+            bound = ports.get((host, port))
             self._listeners.append(reserve(host, bound or port, beside=bound is not None))
         self._addresses = list(self.recipe.addresses)
         self._write_ports()
 
     def members(self) -> list[Member]:
         """The members on this machine."""
-        return [one.view for one in self._members.values()]
+        return [member.view for member in self._members.values()]
 
     async def start(self, member: MemberSpec) -> None:
         """Start a process. Raises `NotStarted`."""
@@ -113,8 +113,8 @@ class LocalBackend(FleetBackend):
         folder = MemberFolder(self._members_folder / member.name)
         try:
             folder.make(about)
-            here = LocalMember(folder, about, spec.foreign, self._watcher, self.changed.set)
-            self._members[member.name] = here
+            local_member = LocalMember(folder, about, spec.foreign, self._watcher, self.changed.set)
+            self._members[member.name] = local_member
             child = await self._launch(spec, cores, folder)
         except OSError as error:
             self._forget(member.name)
@@ -122,12 +122,12 @@ class LocalBackend(FleetBackend):
         except BaseException:
             self._forget(member.name)
             raise
-        self._watch(here, child)
-        if here.is_stopping:  # it was stopped before it had a process
-            await here.stop(0.0)
+        self._watch(local_member, child)
+        if local_member.is_stopping:  # it was stopped before it had a process
+            await local_member.stop(0.0)
             self._forget(member.name)
         else:
-            self._register(spec, here)
+            self._register(spec, local_member)
 
     async def stop(self, name: str, grace_s: float) -> None:
         """SIGTERM, and SIGKILL once the grace is over; before that, it is deregistered from its routers."""
@@ -146,7 +146,7 @@ class LocalBackend(FleetBackend):
             self._forget(name)
 
     async def assign(self, name: str, role: MemberRole) -> None:
-        """Write down a member's role."""
+        """Record a member's role."""
         if (member := self._members.get(name)) is not None:
             member.assign(role=role)
             self.changed.set()
@@ -158,7 +158,7 @@ class LocalBackend(FleetBackend):
         self._listeners.clear()
 
     async def close(self) -> None:
-        """Members go on if they outlive this process; otherwise those that are left are ended now."""
+        """Members continue if they outlive this process; otherwise the remaining ones are ended now."""
         self.begin_shutdown()
         for _, task in self._registrars.values():
             task.cancel()
@@ -173,7 +173,7 @@ class LocalBackend(FleetBackend):
         if self._owns_fork_server:
             await self._fork_server.close()
 
-    # What is beyond a backend's methods.
+    # Beyond a backend's methods.
 
     def kill_all(self) -> None:
         """End every process now."""
@@ -190,23 +190,23 @@ class LocalBackend(FleetBackend):
     def _group_folder(self) -> Path:
         return self._folder / "routers"
 
-    def _move(self, addresses: list[tuple[str, int]]) -> None:
+    def _rebind(self, addresses: list[tuple[str, int]]) -> None:
         listeners: list[socket.socket] = []
         before = dict(zip(self._addresses or (), self._listeners, strict=True))
         try:
             for host, port in addresses:
-                kept = before.get((host, port))
-                listeners.append(reserve(host, port) if kept is None else kept.dup())
+                bound = before.get((host, port))
+                listeners.append(reserve(host, port) if bound is None else bound.dup())
         except ConfigError:
-            for one in listeners:
-                one.close()
+            for listener in listeners:
+                listener.close()
             raise
         self.begin_shutdown()
         self._listeners, self._addresses = listeners, addresses
         self._write_ports()
 
-    def _known_ports(self) -> dict[tuple[str, int], int]:
-        """The ports that the routers of an earlier controller have, by the addresses that were asked for."""
+    def _bound_ports(self) -> dict[tuple[str, int], int]:
+        """The ports that an earlier controller has bound for its routers, by the addresses of the spec."""
         try:
             bound = msgspec.json.decode((self._folder / "ports").read_bytes(), type=list[tuple[str, int, int]])
         except (OSError, ValueError):
@@ -214,26 +214,26 @@ class LocalBackend(FleetBackend):
         return {(host, port): number for host, port, number in bound}
 
     def _write_ports(self) -> None:
-        asked = zip(self._addresses or (), self._listeners, strict=True)
+        bound = zip(self._addresses or (), self._listeners, strict=True)
         draft = self._folder / "ports.new"
-        draft.write_bytes(msgspec.json.encode([(*address, one.getsockname()[1]) for address, one in asked]))
+        draft.write_bytes(msgspec.json.encode([(*address, listener.getsockname()[1]) for address, listener in bound]))
         draft.replace(self._folder / "ports")
 
     def _free_number(self) -> int:
-        used = {one.about.number for one in self._members.values() if one.about.role != "router"}
-        return next(one for one in range(len(used) + 1) if one not in used)
+        used = {member.about.number for member in self._members.values() if member.about.role != "router"}
+        return next(number for number in range(len(used) + 1) if number not in used)
 
     def _router(self, member: MemberSpec) -> ProcessSpec:
         self._group_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for listener in self._listeners:
             listener.listen(BACKLOG)
-        group = RouterGroup(self._group_folder, tuple(one.fileno() for one in self._listeners))
+        group = RouterGroup(self._group_folder, tuple(listener.fileno() for listener in self._listeners))
         return self.recipe.router_member(member.name, group)
 
     async def _launch(self, spec: ProcessSpec, cores: Cores, folder: MemberFolder) -> ChildProcess:
         if spec.forks and (self.recipe.num_instances > 1 or not self._owns_fork_server):
             arguments, environment = spec.command[len(PROGRAM) :], spec.full_environment()
-            with opened(folder) as (log, messages):
+            with open_streams(folder) as (log, messages):
                 forked = await self._fork_server.fork(
                     arguments, environment, cores, log=log, ready=messages, process=folder.process
                 )
@@ -243,22 +243,22 @@ class LocalBackend(FleetBackend):
         return start_process(spec, cores, folder, leash)
 
     def _watch(self, member: LocalMember, child: ChildProcess) -> None:
-        member.runs_as(child)  # so that it can be stopped before its task begins
+        member.set_process(child)  # so that it can be stopped before its task begins
         self._watching[member.about.name] = asyncio.create_task(member.watch(child))
         self.changed.set()
 
     def _forget(self, name: str) -> None:
-        """Remove its folder and what is known of it."""
+        """Remove a member and its folder."""
         member = self._members.pop(name, None)
         if member is not None:
             if member.child is None:
-                member.runs_as(None)
+                member.set_process(None)
             member.folder.remove()
             self._watching.pop(name, None)
             self.changed.set()
 
     async def _find(self, folder: MemberFolder) -> None:
-        """Take up a member of an earlier controller; one that has ended meanwhile counts as ended."""
+        """Adopt a member of an earlier controller; if it has ended meanwhile, it counts as ended."""
         about = folder.about()
         if about is None or about.name != folder.path.name:
             await _end_unknown(folder)
@@ -278,11 +278,11 @@ class LocalBackend(FleetBackend):
             if (pid := folder.pid()) is not None:
                 child = ChildProcess(pid, is_ours=False)
                 if folder.pid() != pid:  # it ended, and its number became another's, just now
-                    child.let_go()
+                    child.detach()
                     child = None
         if child is None:
             member.ended = Ended("ended while no controller was there")
-            member.runs_as(None)
+            member.set_process(None)
         else:
             self._watch(member, child)
 
@@ -307,7 +307,7 @@ async def _end_unknown(folder: MemberFolder) -> None:
             if folder.pid() == pid:
                 child.kill()
                 await child.wait(_WRITTEN_S)
-            child.let_go()
+            child.detach()
     if folder.path.is_dir() and not folder.path.is_symlink():
         folder.remove()
     else:
@@ -315,7 +315,7 @@ async def _end_unknown(folder: MemberFolder) -> None:
 
 
 async def _leave(registrar: Registrar, within_s: float, gone: asyncio.Event) -> None:
-    """Have routers send no more requests; there is nothing to wait for once the process is gone."""
+    """Deregister from the routers; there is nothing to wait for once the process is gone."""
     leaving, ended = asyncio.create_task(registrar.leave(within_s)), asyncio.create_task(gone.wait())
     try:
         await asyncio.wait([leaving, ended], return_when=asyncio.FIRST_COMPLETED)

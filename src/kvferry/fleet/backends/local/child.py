@@ -1,4 +1,4 @@
-"""A process of this machine, which this one has started, or which an earlier controller has.
+"""A process of this machine, started by this process or by an earlier controller.
 
 A child leads a session of its own, so that Ctrl-C on the terminal does not reach it, and so that its whole group can be
 killed.
@@ -24,18 +24,18 @@ class ChildProcess:
         descriptor is left."""
         self.pid, self._is_ours = pid, is_ours
         self.returncode: int | None = None
-        """Exit code; minus the number of the signal that ended it; None while it runs, or if nobody can know."""
+        """Exit code; minus the number of the signal that ended it; None while it runs, or if it cannot be read."""
         self._ended = asyncio.Event()
         self._descriptor = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._descriptor, self._reap)
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has."""
+        """True if it has ended."""
         return self._ended.is_set()
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it has ended within `timeout_s`."""
+        """Return True if it has ended within `timeout_s`."""
         if not self._ended.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -53,8 +53,8 @@ class ChildProcess:
                 signal.pidfd_send_signal(self._descriptor, number)
 
     def kill(self) -> None:
-        """Kill it and its whole group. Not to be called once somebody has seen that it has ended, and some time has
-        passed: its number may be another group's."""
+        """Kill it and its whole group. Must not be called some time after its end was seen: its number may be another
+        group's."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.signal(signal.SIGKILL)  # right after a fork, it leads no group yet
@@ -65,8 +65,8 @@ class ChildProcess:
             while os.waitpid(-self.pid, os.WNOHANG)[0]:
                 pass
 
-    def let_go(self) -> None:
-        """Stop looking after it; it goes on."""
+    def detach(self) -> None:
+        """Stop watching it; it continues."""
         if not self._ended.is_set():
             asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._descriptor)
@@ -93,8 +93,8 @@ def spawn(
     null = os.open(os.devnull, os.O_RDWR)
     try:
         target = null if output is None else output
-        for one in inherits:
-            os.set_inheritable(one, True)
+        for descriptor in inherits:
+            os.set_inheritable(descriptor, True)
         streams = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, target, 1), (os.POSIX_SPAWN_DUP2, target, 2)]
         pid = os.posix_spawn(
             command[0],
@@ -106,6 +106,6 @@ def spawn(
         )
         return ChildProcess(pid)
     finally:
-        for one in inherits:
-            os.set_inheritable(one, False)
+        for descriptor in inherits:
+            os.set_inheritable(descriptor, False)
         os.close(null)

@@ -1,11 +1,11 @@
 """The folder of a member of a fleet on this machine; everything in it outlives the controller.
 
-    about      what it is, and where it serves; written by the controller
+    about      its record, with its URLs; written by the controller
     process    number and start time of its process; written by the process, before it becomes the member
     messages   the start protocol (`fleet.processes.ready`), appended by the member
-    log        what it prints, appended by the member
+    log        its output, appended by the member
 
-So a controller that dies at any moment leaves a member that the next one finds.
+So a controller that dies at any moment leaves a member that the next controller finds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MAX_LOG_BYTES = 16 * 2**20
 
 
 class MemberRecord(msgspec.Struct, frozen=True):
-    """`number`: a small one that no other instance of the fleet on this machine has. `is_foreign`: a program that is
-    not kvferry's, which answers at `url` once it serves. `url` of others is empty until then."""
+    """The record of a member. `number`: a small one, unique among the fleet's instances on this machine. `is_foreign`:
+    a program that is not kvferry's, which answers at `url` once it serves. `url` of others is empty until then."""
 
     name: str
     role: MemberRole
@@ -45,7 +45,7 @@ class MemberRecord(msgspec.Struct, frozen=True):
 
 
 class MemberFolder:
-    """One member's. Reads of what is not there, or is not understood, give None."""
+    """The folder of one member. Reads of missing or malformed files return None."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,7 +62,7 @@ class MemberFolder:
 
     @property
     def process(self) -> Path:
-        """Where its process writes who it is."""
+        """The file in which its process writes its process id and start time."""
         return self.path / "process"
 
     def make(self, about: MemberRecord) -> None:
@@ -74,22 +74,22 @@ class MemberFolder:
         self.write(about)
 
     def write(self, about: MemberRecord) -> None:
-        """Replace what is known of it. Raises `OSError`."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it: see `keep`
+        """Replace its record. Raises `OSError`."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been removed: see `keep`
         draft = self.path / "about.new"
         draft.write_bytes(msgspec.json.encode(about))
         draft.replace(self.path / "about")
 
     def about(self) -> MemberRecord | None:
-        """What the controller wrote."""
+        """The record that the controller wrote."""
         try:
             return msgspec.json.decode((self.path / "about").read_bytes(), type=MemberRecord)
         except (OSError, ValueError):
             return None
 
     def pid(self) -> int | None:
-        """The number of its process, if that runs: one of that number and start time which writes its output to this
-        member's log, as no other process does, whatever is written here."""
+        """The id of its process, if that runs: it has the recorded start time, and writes its output to this member's
+        log, as no other process does, whatever the file says."""
         try:
             pid, started = map(int, self.process.read_text(encoding="utf-8").split())
             if started_at(pid) != started:
@@ -100,12 +100,12 @@ class MemberFolder:
         return pid if output in (log, f"{log}{_DELETED}") else None
 
     def keep(self, about: MemberRecord, pid: int) -> None:
-        """Write everything anew if somebody has removed it: some systems do so with all in memory of a user who logs
-        out. Raises `OSError`."""
+        """Write all files again if they were removed: some systems remove all files in memory of a user who logs out.
+        Raises `OSError`."""
         if not (self.path / "about").exists():
             self.write(about)
-        for one in (self.messages, self.log):
-            one.touch()
+        for path in (self.messages, self.log):
+            path.touch()
         if not self.process.exists():
             draft = self.path / "process.new"
             draft.write_text(f"{pid} {started_at(pid)}\n", encoding="utf-8")
@@ -117,7 +117,7 @@ class MemberFolder:
 
 
 class FileTail:
-    """Reads what is appended to a file. `bounded`: a file of which much was read is emptied."""
+    """Reads appended data of a file. `bounded`: the file is truncated when it gets large."""
 
     def __init__(self, path: Path, *, bounded: bool = False) -> None:
         """Raises `OSError`."""
@@ -125,7 +125,7 @@ class FileTail:
         self._bounded, self._offset, self._rest = bounded, 0, b""
 
     def chunks(self) -> Iterator[bytes]:
-        """What is new, in portions of at most `MAX_LINE`."""
+        """The new data, in chunks of at most `MAX_LINE`."""
         while chunk := os.pread(self._descriptor, MAX_LINE, self._offset):
             self._offset += len(chunk)
             yield chunk
@@ -134,7 +134,7 @@ class FileTail:
             self._offset = 0
 
     def lines(self, *, to_the_end: bool = False) -> Iterator[bytes]:
-        """The lines that are complete; with `to_the_end`, also what has no end of line yet."""
+        """The complete new lines; with `to_the_end`, also a last one without its end of line."""
         for chunk in self.chunks():
             *whole, self._rest = (self._rest + chunk).split(b"\n")
             yield from whole
@@ -146,7 +146,7 @@ class FileTail:
             self._rest = b""
 
     def skip(self) -> None:
-        """Pass over what is there."""
+        """Skip the present content."""
         self._offset = os.fstat(self._descriptor).st_size
 
     def close(self) -> None:

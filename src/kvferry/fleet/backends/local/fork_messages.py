@@ -13,7 +13,7 @@ NUM_DESCRIPTORS = 2
 
 class ForkRequest(wire.Message, frozen=True):
     """Run `kvferry ARGUMENTS` with exactly this environment, on these cores (empty: on all), as a child of process
-    `parent`, with which it ends if it `is_tied`. `process`: the file in which it says which process it is."""
+    `parent`, with which it ends if it `is_tied`. `process`: the file in which it writes its process id."""
 
     arguments: tuple[str, ...]
     environment: dict[str, str]

@@ -2,9 +2,9 @@
 
 These imports are most of the CPU time that an instance takes to start, and the same in each. A fleet pays for them
 once, and an instance that died is restarted in a moment. `cli.fork_main` is the process; it is started with the first
-instance, and ends with the controller. Each instance becomes a child of the controller, which is their subreaper, so
-none of them minds when the forking process dies; the next fork starts another one. If forking would not be sound (with
-CUDA, whose state a child cannot inherit, or when a library starts threads on import), each instance is started as a new
+instance, and ends with the controller. Each instance becomes a child of the controller, which is their subreaper. They
+continue when the forking process dies, and the next fork starts another one. If forking would not be sound (with CUDA,
+whose state a child cannot inherit, or when a library starts threads on import), each instance is started as a new
 process.
 """
 
@@ -27,13 +27,13 @@ from kvferry.core.errors import ProtocolError
 from kvferry.core.messages.wire import FrameReader, encode_frame
 from kvferry.fleet.backends.local.child import ChildProcess, spawn
 from kvferry.fleet.backends.local.fork_messages import Forked, ForkRequest, Imported, Message, NotForked
-from kvferry.fleet.backends.local.launcher import launching
+from kvferry.fleet.backends.local.launcher import launch_command
 from kvferry.fleet.processes.cpu import Cores, thread_variables
 
 logger = logging.getLogger(__name__)
 
 _IMPORT_S = 120.0
-"""Most seconds for the imports, before instances are started without them."""
+"""Largest number of seconds for the imports, before instances are started without them."""
 _FORK_S = 10.0
 _RECEIVE_BYTES = 4096
 _END_S = 5.0
@@ -48,7 +48,7 @@ class ForkServer:
     def __init__(self, *, is_tied: bool = True) -> None:
         """`is_tied`: processes that are forked end with this one."""
         self._is_tied = is_tied
-        self._is_wanted = not _CUDA.exists()
+        self._is_enabled = not _CUDA.exists()
         self._is_closed = False
         self._server: _Server | None = None
         self._lock = asyncio.Lock()
@@ -64,8 +64,8 @@ class ForkServer:
         ready: int,
         process: Path,
     ) -> ChildProcess | None:
-        """A child that runs `kvferry ARGUMENTS`, and says in `process` which one it is; None if it has to be started as
-        a new process.
+        """A child that runs `kvferry ARGUMENTS`, and writes its process id into the file `process`; None if it has to
+        be started as a new process.
 
         Raises `OSError` if the system has no room for another process, and after `close`.
         """
@@ -80,7 +80,7 @@ class ForkServer:
             return await server.fork(request, log, ready)
         except TimeoutError:
             logger.warning("the process that forks instances has hung; starting an instance without it")
-            server.kill()  # or it might fork one later, which would say that it is this member
+            server.kill()  # or it might fork later, and the child would claim to be this member
             return None
 
     async def _running(self, environment: Mapping[str, str]) -> _Server | None:
@@ -88,14 +88,14 @@ class ForkServer:
         if self._server is not None and self._server.is_gone:
             await self._server.close()
             self._server = None
-        if self._server is None and self._is_wanted:
+        if self._server is None and self._is_enabled:
             self._server = _Server.start(environment)
             if self._is_closed:  # closed meanwhile, when there was nothing to close yet
                 await self._server.close()
         if self._server is not None and not await self._server.has_imported():
             logger.debug("instances are not forked, as what they import cannot be imported once for all of them")
             await self._server.close()
-            self._server, self._is_wanted = None, False
+            self._server, self._is_enabled = None, False
         return self._server
 
     @property
@@ -110,7 +110,7 @@ class ForkServer:
 
     async def close(self) -> None:
         """End the process. A `fork` that waits for it ends at once."""
-        self._is_wanted, self._is_closed = False, True
+        self._is_enabled, self._is_closed = False, True
         if self._server is not None:
             await self._server.close()
 
@@ -135,7 +135,7 @@ class _Server:
         try:
             with theirs:
                 process = spawn(  # without output: an import that fails here fails in an instance too
-                    launching(command, (), "self"),
+                    launch_command(command, (), "self"),
                     {**environment, **thread_variables(1), "OPENBLAS_NUM_THREADS": "1"},
                     inherits=(theirs.fileno(),),
                 )
@@ -189,12 +189,12 @@ class _Server:
                 raise
 
     def kill(self) -> None:
-        """End it now, with nothing that it has been asked for."""
+        """Kill it now; pending requests get no reply."""
         self.is_gone = True
         self._process.kill()
 
     async def close(self) -> None:
-        """End it; returns when it has ended, and all that it has forked since for nobody is killed."""
+        """End it; returns when it has ended, and children that are not awaited any more are killed."""
         for answer in self._answers:
             _fail(answer, OSError(errno.ESHUTDOWN, "the fleet ends"))
         if self._ready.is_set():
@@ -217,32 +217,32 @@ class _Server:
                         self._on_message(message)
         except ProtocolError as error:
             logger.warning("the process that forks instances sent something that is not a message: %s", error)
-        finally:  # Whatever happened, nobody may wait for messages that will not come.
-            self._give_up()
+        finally:  # After any error, no caller may wait for messages that will not come.
+            self._fail_pending()
 
     def _on_message(self, message: Message) -> None:
         match message:
             case Imported():
                 self._ready.set()
             case Forked(pid):
-                self._hand_over(pid, self._answers.popleft())
+                self._deliver(pid, self._answers.popleft())
             case NotForked(number):
                 _fail(self._answers.popleft(), OSError(number, os.strerror(number)))
 
-    def _hand_over(self, pid: int, answer: asyncio.Future[ChildProcess]) -> None:
+    def _deliver(self, pid: int, answer: asyncio.Future[ChildProcess]) -> None:
         try:
             child = ChildProcess(pid)
         except OSError as error:  # no descriptor is left
             os.kill(pid, signal.SIGKILL)
             _fail(answer, error)
             return
-        if answer.done():  # nobody waits any more, and so nobody would end it
+        if answer.done():  # its caller waits no more, and would not end it
             child.kill()
         else:
             answer.set_result(child)
 
-    def _give_up(self) -> None:
-        """The process has ended, or nothing is received from it any more: fail all that wait for it."""
+    def _fail_pending(self) -> None:
+        """The process has ended, or nothing is received from it any more: fail all pending requests."""
         self.is_gone = True
         self._ready.set()
         while self._answers:

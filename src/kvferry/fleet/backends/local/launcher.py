@@ -1,5 +1,5 @@
-"""Becomes a member of a fleet: writes down which process it is, may tie its life to the controller's, takes its cores,
-and then executes the member's program.
+"""Becomes a member of a fleet: writes its process id, may tie its life to the controller's, takes its cores, and then
+executes the member's program.
 
 Run as a script in the new process, before anything else: what it sets survives `exec`. So the controller runs no Python
 between `fork` and `exec`, which may deadlock in a process with threads. It imports nothing of kvferry, so that it costs
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 
 
-def launching(command: Sequence[str], cores: Sequence[int], leash: str, process: str = "-") -> tuple[str, ...]:
-    """The command line that runs this script. `process`: the file in which it says which process it is."""
+def launch_command(command: Sequence[str], cores: Sequence[int], leash: str, process: str = "-") -> tuple[str, ...]:
+    """The command line that runs this script. `process`: the file in which it writes its process id."""
     named = ",".join(map(str, cores)) or "-"
     # Isolated and without site: this script needs the standard library only, and must start fast.
     return (sys.executable, "-I", "-S", __file__, str(os.getpid()), named, leash, process, "--", *command)
@@ -62,7 +62,7 @@ def write_process(path: str) -> None:
 
 
 def _signal_when_gone(controller: int, number: int) -> None:
-    """Receive a signal when the controller ends, in whatever way."""
+    """Receive a signal when the controller ends, for any reason."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, number) != 0:
         sys.exit(f"kvferry: error: cannot tie a process to its controller: {os.strerror(ctypes.get_errno())}")

@@ -23,7 +23,7 @@ from kvferry.fleet.processes.ready import InstanceReady, StartProgress, start_me
 logger = logging.getLogger(__name__)
 
 _LOOK_STARTING_S, _LOOK_SERVING_S = 0.02, 0.2
-"""How often its files are looked at."""
+"""Seconds between reads of its files."""
 _ASK_EVERY_S = 0.25
 _KEEP_EVERY_S = 2.0
 """Seconds between checks that its folder still exists."""
@@ -50,10 +50,10 @@ class LocalMember:
         self.ended: Ended | None = None
         self.is_stopping = False
         self.settled = asyncio.Event()
-        """Set when it is known whether it has a process."""
+        """Set once it has a process, or will never have one."""
         self.gone = asyncio.Event()
-        """Set when nothing of it runs any more."""
-        self._last_words = LogTail()
+        """Set when none of its processes runs any more."""
+        self._log_tail = LogTail()
         self._changed = changed
         self._log, self._messages = FileTail(folder.log, bounded=True), FileTail(folder.messages)
         self._frames = start_messages()
@@ -76,7 +76,7 @@ class LocalMember:
             bootstrap_port=about.bootstrap_port,
             reason="" if ended is None else ended.reason,
             is_misconfigured=ended is not None and ended.is_misconfigured,
-            last_lines=tuple(self._last_words.lines) if ended is not None else (),
+            last_lines=tuple(self._log_tail.lines) if ended is not None else (),
         )
 
     def adopt(self) -> None:
@@ -85,33 +85,33 @@ class LocalMember:
         self._is_serving = bool(self.about.url) and not self.about.is_foreign
 
     def assign(self, **changes: object) -> None:
-        """Record a change of what is known about it."""
+        """Change its record."""
         self.about = msgspec.structs.replace(self.about, **changes)
         try:
             self.folder.write(self.about)
         except OSError as error:
             logger.warning("the next controller will not know that %s is %s: %s", self.about.name, changes, error)
 
-    def runs_as(self, child: ChildProcess | None) -> None:
-        """Note its process; None: it will never have one, or has none any more."""
+    def set_process(self, child: ChildProcess | None) -> None:
+        """Set its process; None: it will never have one, or has none any more."""
         self.child = child
         if child is None:
             self.gone.set()
         self.settled.set()
 
     async def watch(self, child: ChildProcess) -> None:
-        """Read what it writes, until it and its whole group have ended. If this is cancelled, the member keeps running
-        unwatched."""
+        """Read its messages and its log, until it and its whole group have ended. If this is cancelled, the member
+        keeps running unwatched."""
         try:
             await self._follow(child)
         except asyncio.CancelledError:
-            child.let_go()
+            child.detach()
             self._close()
             raise
         except ProtocolError as error:
             self.ended = Ended(f"its start messages cannot be read: {error}")
         except Exception:
-            # The edge: what one member writes, or who shows it, must not keep another from being looked after.
+            # The edge: neither one member's output nor its display may keep the others from being watched.
             logger.exception("what %s writes cannot be read; it is ended", self.about.name)
             self.ended = self.ended or Ended("what it wrote could not be read")
         child.kill()
@@ -132,20 +132,20 @@ class LocalMember:
                 keeps_at = loop.time() + _KEEP_EVERY_S
             if self.about.is_foreign and not self._is_serving and loop.time() >= asks_at:
                 if await serves(self.about.url):
-                    self._serves(InstanceReady(self.about.url))
+                    self._mark_serving(InstanceReady(self.about.url))
                 asks_at = loop.time() + _ASK_EVERY_S
-        await self._settle(child)
+        await self._drain_group(child)
         self._read(to_the_end=True)
-        self.ended = self._how(child)
+        self.ended = self._exit_cause(child)
 
-    async def _settle(self, child: ChildProcess) -> None:
+    async def _drain_group(self, child: ChildProcess) -> None:
         """Processes of its group may finish their work, but not for long."""
         deadline = asyncio.get_running_loop().time() + _DRAIN_S
         while asyncio.get_running_loop().time() < deadline and _group_lives(child.pid):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_STARTING_S)
 
     async def stop(self, grace_s: float) -> None:
-        """End it; returns when it is gone. While it gets its process, that is waited for."""
+        """End it; returns when it is gone. If its process is being started, waits for that first."""
         self.is_stopping = True
         await self.settled.wait()
         if self.child is not None and not self.gone.is_set():
@@ -167,7 +167,7 @@ class LocalMember:
         self._log.close()
         self._messages.close()
 
-    # What it writes.
+    # Its messages and its log.
 
     def _read(self, *, to_the_end: bool = False) -> None:
         for line in self._log.lines(to_the_end=to_the_end):
@@ -178,24 +178,24 @@ class LocalMember:
                     case StartProgress(progress, what):
                         self._watcher.progress(self.about.name, what, progress)
                     case InstanceReady() if not self._is_serving:
-                        self._serves(message)
+                        self._mark_serving(message)
 
     def _on_line(self, text: str) -> None:
-        self._last_words.add(text, has_served=self._is_serving)
+        self._log_tail.add(text, has_served=self._is_serving)
         self._watcher.line(self.about.name, text)
         if not self._is_serving:
             progress = None if self._foreign is None else self._foreign.progress_of(text)
             if progress is not None:
                 self._watcher.progress(self.about.name, progress.what, progress.progress)
 
-    def _serves(self, ready: InstanceReady) -> None:
+    def _mark_serving(self, ready: InstanceReady) -> None:
         self._is_serving = True
         self.assign(url=ready.url, health_url=ready.health_url)
         self._watcher.ready(self.about.name, ready.url)
         self._changed()
 
-    def _how(self, child: ChildProcess) -> Ended:
-        """Why it has ended."""
+    def _exit_cause(self, child: ChildProcess) -> Ended:
+        """The reason of its end."""
         code = child.returncode
         if code is None:
             how = "ended"
@@ -203,7 +203,7 @@ class LocalMember:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"ended with exit code {code}"
-        return self._last_words.explain(code, how, has_served=self._is_serving)
+        return self._log_tail.explain(code, how, has_served=self._is_serving)
 
 
 def _group_lives(leader: int) -> bool:

@@ -9,17 +9,17 @@ from typing import Literal
 
 from kvferry.fleet.backends.local.child import ChildProcess, spawn
 from kvferry.fleet.backends.local.folder import MemberFolder
-from kvferry.fleet.backends.local.launcher import launching
+from kvferry.fleet.backends.local.launcher import launch_command
 from kvferry.fleet.processes.cpu import Cores
 from kvferry.fleet.processes.process import ProcessSpec
 from kvferry.fleet.processes.ready import READY_FLAG
 
 Leash = Literal["none", "self", "group"]
-"""What ends with the process that starts it: see `launcher`."""
+"""The processes that end with the one that starts them: see `launcher`."""
 
 
 @contextmanager
-def opened(folder: MemberFolder) -> Iterator[tuple[int, int]]:
+def open_streams(folder: MemberFolder) -> Iterator[tuple[int, int]]:
     """Descriptors for its log and for its messages. Raises `OSError`."""
     log = os.open(folder.log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
@@ -34,10 +34,10 @@ def opened(folder: MemberFolder) -> Iterator[tuple[int, int]]:
 
 def start_process(spec: ProcessSpec, cores: Cores, folder: MemberFolder, leash: Leash) -> ChildProcess:
     """A new process that runs the member's program on these cores (none: on all). Raises `OSError`."""
-    with opened(folder) as (log, messages):
+    with open_streams(folder) as (log, messages):
         command = (*spec.command, READY_FLAG, str(messages)) if spec.foreign is None else spec.command
         return spawn(
-            launching(command, cores, leash, str(folder.process)),
+            launch_command(command, cores, leash, str(folder.process)),
             spec.full_environment(folder.path),
             output=log,
             inherits=(messages, *spec.descriptors),

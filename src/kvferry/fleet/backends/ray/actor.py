@@ -1,8 +1,8 @@
-"""What runs in a process of Ray's: the owner of one member's process.
+"""The actor, in a process of Ray's, which owns one member's process.
 
-The member is a child that the kernel kills when this process ends, in whatever way, so no member is left without an
-owner. When the member ends first, this process stays, and says why to whoever asks. Its controller may come and go. An
-instance whose ranks are on several nodes has an actor for each rank; that of rank 0 owns the others (`ranks`).
+The member is a child that the kernel kills when this process ends, for any reason, so no member is left without an
+owner. When the member ends first, this process stays, and reports the reason. Its controller may come and go. An
+instance whose ranks are on several nodes has an actor for each rank; the actor of rank 0 owns the others (`ranks`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvferry.fleet.backends.ray.address import SharedAddress
 from kvferry.fleet.backends.ray.folders import own_folder, own_name, routers_folder
 from kvferry.fleet.backends.ray.messages import (
     ActorIdentity,
-    FleetSettings,
     LogLine,
+    MemberEvent,
     MemberProgress,
     MemberUpdate,
     Order,
@@ -47,15 +47,15 @@ from kvferry.fleet.spec.fleet_spec import MemberRole
 from kvferry.http.server.listen import authority
 
 _ORDERED_S = 240.0
-"""How long after its start an actor waits to be told what to run. A controller that died in between never says so. What
-it is told imports what a recipe needs, which takes a minute on a machine without idle cores."""
+"""Seconds after its start within which an actor must get its order: a controller that died in between never sends it.
+Decoding the order imports the recipe, which takes a minute on a machine without idle cores."""
 _NEWS_S = 30.0
-"""How long a question for news waits for some."""
+"""Seconds that `news` waits for a change."""
 _RANK_LOST_S = 10.0
-"""How long a member may take to end by itself, and to say why, when one of its ranks has ended."""
+"""Seconds that a member may take to end by itself, with its own reason, when one of its ranks has ended."""
 _STOPPED_S = 15.0
-"""How long the ranks of a member may take to be ended with it."""
-_MAX_TOLD = 1000
+"""Seconds that the ranks of a member may take to end with it."""
+_MAX_EVENTS = 1000
 _ANY = ("0.0.0.0", "::")
 
 
@@ -74,17 +74,17 @@ class MemberActor:
         self._address: SharedAddress | None = None
         self._ranks: RankActors | None = None
         self._held: socket.socket | None = None
-        """Has the port at which further ranks join, if there are some in actors of their own."""
-        self._ranks_lost = ""
-        """Why the member was ended: one of its ranks has."""
+        """Reserves the port at which further ranks join, if there are some in actors of their own."""
+        self._lost_rank_reason = ""
+        """The reason why one of its ranks has ended, for which the member was ended."""
         self._has_wrong_rank = False
         self._watching: asyncio.Task[None] | None = None
-        self._told: deque[tuple[int, FleetSettings]] = deque(maxlen=_MAX_TOLD)
+        self._events: deque[tuple[int, MemberEvent]] = deque(maxlen=_MAX_EVENTS)
         self._num_changes = 0
         self._changed = asyncio.Event()
 
     async def begin(self, order: Order) -> None:
-        """Start the member. If that is impossible, it counts as one that has ended."""
+        """Start the member. If that is impossible, it counts as ended."""
         self._unordered.cancel()
         self._order = order
         self._verifier = Verifier(order.token, order.member.name)
@@ -95,7 +95,7 @@ class MemberActor:
         except (KvferryError, OSError) as error:
             member = order.member
             if self._member is not None:
-                self._member.runs_as(None)
+                self._member.set_process(None)
             self._failure = Member(
                 member.name,
                 member.role,
@@ -106,15 +106,15 @@ class MemberActor:
                 is_misconfigured=isinstance(error, ConfigError),
             )
         else:
-            self._member.runs_as(child)
+            self._member.set_process(child)
             self._watching = asyncio.create_task(self._run(self._member, child))
             if self._held is not None:
-                self._ranks = RankActors(MemberActor, lambda text: self.line("", text), self._rank_is_lost)
+                self._ranks = RankActors(MemberActor, lambda text: self.line("", text), self._on_rank_lost)
                 self._ranks.start(order, _address_of(self._held))
         self._wake()
 
     async def who(self, nonce: str) -> ActorIdentity | None:
-        """Say who this actor is; None: it was not told what to run."""
+        """The identity of this actor; None: it has no order."""
         if self._order is None or self._verifier is None:
             return None
         answer = msgspec.json.encode(self._verifier.answer(nonce))
@@ -123,17 +123,17 @@ class MemberActor:
         )
 
     async def news(self, number: int) -> MemberUpdate:
-        """What is new since the news with this number; waits for some, but not for ever."""
+        """The update since the one with this number; waits for a change, up to `_NEWS_S`."""
         if number == self._num_changes:
             self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_NEWS_S):
                     await self._changed.wait()
-        told = tuple(one for at, one in self._told if at > number)
-        return MemberUpdate(self._view(), told, self._num_changes)
+        events = tuple(event for at, event in self._events if at > number)
+        return MemberUpdate(self._view(), events, self._num_changes)
 
     async def assign(self, role: MemberRole) -> None:
-        """Note the member's role."""
+        """Record the member's role."""
         if self._member is not None:
             self._member.assign(role=role)
             self._wake()
@@ -148,21 +148,21 @@ class MemberActor:
                 await asyncio.wait([self._watching], timeout=_STOPPED_S)
             shutil.rmtree(self._member.folder.path.parent, ignore_errors=True)
 
-    # What the member says (`Watcher`).
+    # The member's output (`Watcher`).
 
     def line(self, name: str, text: str) -> None:
-        """A line of its log, which is kept until somebody asks for news."""
-        self._tell(LogLine(text))
+        """Record a line of its log for the next update."""
+        self._record_event(LogLine(text))
 
     def progress(self, name: str, what: str, fraction: float) -> None:
-        """How far its start is, which is kept too."""
-        self._tell(MemberProgress(what, fraction))
+        """Record the progress of its start for the next update."""
+        self._record_event(MemberProgress(what, fraction))
 
     def ready(self, name: str, url: str) -> None:
-        """The view says so."""
+        """Part of the view."""
 
-    def _tell(self, told: FleetSettings) -> None:
-        self._told.append((self._num_changes + 1, told))
+    def _record_event(self, event: MemberEvent) -> None:
+        self._events.append((self._num_changes + 1, event))
         self._wake()
 
     def _wake(self) -> None:
@@ -178,18 +178,18 @@ class MemberActor:
         if self._held is not None:
             self._held.close()
 
-    async def _rank_is_lost(self, reason: str, is_misconfigured: bool) -> None:
+    async def _on_rank_lost(self, reason: str, is_misconfigured: bool) -> None:
         """The member notices by itself, unless it waits for a rank that does not come."""
         assert self._member is not None
         with suppress(TimeoutError):
             async with asyncio.timeout(_RANK_LOST_S):
                 await self._member.gone.wait()
         if not self._member.gone.is_set() and not self._member.is_stopping:
-            self._ranks_lost, self._has_wrong_rank = reason, is_misconfigured
+            self._lost_rank_reason, self._has_wrong_rank = reason, is_misconfigured
             await self._member.stop(0.0)
 
     async def _prepare(self, order: Order) -> tuple[ProcessSpec, MemberRecord, MemberFolder]:
-        """What to run, on this node. Raises `KvferryError` or `OSError`."""
+        """The member's process, record and folder on this node. Raises `KvferryError` or `OSError`."""
         member, root = order.member, own_folder()
         if order.rank:
             member = replace(member, name=f"{member.name}.rank-{order.rank}")
@@ -230,10 +230,10 @@ class MemberActor:
             assert self._failure is not None
             return self._failure
         seen = self._member.view
-        if self._ranks_lost:
-            seen = replace(seen, reason=self._ranks_lost, is_misconfigured=self._has_wrong_rank)
+        if self._lost_rank_reason:
+            seen = replace(seen, reason=self._lost_rank_reason, is_misconfigured=self._has_wrong_rank)
         url = reachable(seen.url, node_address())
-        # A node that hangs as soon as a member serves is to be noticed too: its health is asked for from then on.
+        # A node that hangs as soon as a member serves must be detected too: its health is checked from then on.
         return replace(seen, url=url, health_url=seen.health_url or url)
 
 
@@ -246,8 +246,8 @@ def _threads(order: Order) -> dict[str, str]:
 
 
 def _rank_process(name: str, order: Order) -> ProcessSpec:
-    """What to run for a further rank. The log's format is that of the fleet's flags."""
-    log = tuple(one for one in order.fleet.args if one.startswith("--log-"))
+    """The process of a further rank. Its log has the format of the fleet's flags."""
+    log = tuple(argument for argument in order.fleet.args if argument.startswith("--log-"))
     own = {AUTH_TOKEN: order.token, INSTANCE_NAME: name}
     return ProcessSpec(name, (*PROGRAM, "rank", order.joins, *log), {**_threads(order), **own})
 
@@ -258,7 +258,7 @@ def node_address() -> str:
 
 
 def reachable(url: str, address: str) -> str:
-    """The URL of a server on this node; one that listens everywhere is reached at `address`."""
+    """The URL of a server on this node; a server that listens on all addresses is reached at `address`."""
     parts = urlsplit(url)
     if parts.hostname not in _ANY or parts.port is None:
         return url

@@ -1,5 +1,5 @@
 """The sockets on which the routers of a fleet accept connections. The actors of all routers of one node hold them: the
-first one binds them, and passes them on to those that come later.
+first actor binds them, and sends them to later ones.
 
 So a connection that comes while one router dies waits for another one, as on one machine, and the address lasts for as
 long as one of these actors does.
@@ -20,20 +20,20 @@ from kvferry.http.server.listen import BACKLOG, reserve
 
 _SUFFIX = ".sock"
 _ASK_S = 2.0
-"""How long another actor may take to pass the sockets on."""
+"""Seconds that another actor may take to send the sockets."""
 _LOCKED_S = 10.0
 _LOOK_S = 0.02
-_MOST = 8
+_MAX_SOCKETS = 8
 
 
 class SharedAddress:
-    """Owns this process's descriptors of the sockets, and a socket at which others ask for them, in `folder`."""
+    """Owns this process's descriptors of the sockets, and a socket in `folder` at which other actors get them."""
 
     def __init__(self, folder: Path, name: str) -> None:
         """`name`: of this process."""
         self._folder, self._name = folder, name
         self._listeners: list[socket.socket] = []
-        self._asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sharing_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     async def open(self, addresses: Sequence[tuple[str, int]]) -> tuple[int, ...]:
         """Descriptors of the sockets, for as long as this is open. Raises `ConfigError` if an address cannot be used,
@@ -44,41 +44,41 @@ class SharedAddress:
                 if SYSTEM_CLOCK.monotonic() > deadline:
                     raise ConfigError(f"another router still holds the lock of {self._folder}")
                 await asyncio.sleep(_LOOK_S)
-            self._listeners = self._from_others(len(addresses))
+            self._listeners = self._receive_sockets(len(addresses))
             if not self._listeners:
                 for host, port in addresses:
                     self._listeners.append(reserve(host, port))
                     self._listeners[-1].listen(BACKLOG)
-            self._asked.bind(str(self._folder / f"{self._name}{_SUFFIX}"))
-            self._asked.listen()
-            self._asked.setblocking(False)
-            asyncio.get_running_loop().add_reader(self._asked, self._pass_on)
-        return tuple(one.fileno() for one in self._listeners)
+            self._sharing_socket.bind(str(self._folder / f"{self._name}{_SUFFIX}"))
+            self._sharing_socket.listen()
+            self._sharing_socket.setblocking(False)
+            asyncio.get_running_loop().add_reader(self._sharing_socket, self._send_sockets)
+        return tuple(listener.fileno() for listener in self._listeners)
 
     def close(self) -> None:
         """Close the sockets, which others may still have open."""
         with suppress(ValueError):  # it was never opened
-            asyncio.get_running_loop().remove_reader(self._asked)
-        for one in (self._asked, *self._listeners):
-            one.close()
+            asyncio.get_running_loop().remove_reader(self._sharing_socket)
+        for sock in (self._sharing_socket, *self._listeners):
+            sock.close()
         (self._folder / f"{self._name}{_SUFFIX}").unlink(missing_ok=True)
 
-    def _from_others(self, number: int) -> list[socket.socket]:
+    def _receive_sockets(self, number: int) -> list[socket.socket]:
         for path in self._folder.glob(f"*{_SUFFIX}"):
             with suppress(OSError), _connected(path) as other:
-                _, descriptors, _, _ = socket.recv_fds(other, 1, _MOST, socket.MSG_CMSG_CLOEXEC)
-                found = [socket.socket(fileno=one) for one in descriptors]
-                if len(found) == number:
-                    return found
-                for one in found:
-                    one.close()
+                _, descriptors, _, _ = socket.recv_fds(other, 1, _MAX_SOCKETS, socket.MSG_CMSG_CLOEXEC)
+                listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+                if len(listeners) == number:
+                    return listeners
+                for listener in listeners:
+                    listener.close()
         return []
 
-    def _pass_on(self) -> None:
+    def _send_sockets(self) -> None:
         with suppress(OSError):
-            asking, _ = self._asked.accept()
+            asking, _ = self._sharing_socket.accept()
             with asking:
-                socket.send_fds(asking, [b"."], [one.fileno() for one in self._listeners])
+                socket.send_fds(asking, [b"."], [listener.fileno() for listener in self._listeners])
 
 
 @contextmanager
@@ -100,5 +100,5 @@ def _locked(descriptor: int) -> bool:
 def owners(folder: Path) -> list[str]:
     """The names of the processes that hold, or held, the sockets of this folder."""
     with suppress(OSError):
-        return [one.stem for one in folder.iterdir() if one.suffix == _SUFFIX]
+        return [path.stem for path in folder.iterdir() if path.suffix == _SUFFIX]
     return []

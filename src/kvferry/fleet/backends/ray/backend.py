@@ -1,8 +1,8 @@
-"""Members are actors of a Ray cluster, each of which owns the member's process on its node.
+"""The backend whose members are actors of a Ray cluster, each of which owns a member's process on its node.
 
-The actors of a fleet have a namespace of their own, where a later controller finds them; each proves that it holds the
-fleet's token. What is known of a member is what its actor has last said: asking nobody, `members` answers at once, even
-while a node hangs or Ray's control service (GCS) is gone. A node that is lost is known by Ray's own error.
+The actors of a fleet have a namespace of their own, where a later controller finds them; each proves that it has the
+fleet's token. `members` returns the last update of each actor at once, even while a node hangs or Ray's control service
+(GCS) is gone. A lost node is recognised by Ray's own error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.keys import Signer
 from kvferry.fleet.backends.ray.actor import MemberActor
-from kvferry.fleet.backends.ray.connection import RayConnection, answer, answer_of, in_thread
+from kvferry.fleet.backends.ray.connection import RayConnection, answer, in_thread, reply_future
 from kvferry.fleet.backends.ray.leadership import RayLeadership, controller_name
 from kvferry.fleet.backends.ray.messages import ActorIdentity, LogLine, MemberProgress, MemberUpdate, Order
 from kvferry.fleet.backends.ray.placing import (
@@ -44,19 +44,19 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, seconds
 logger = logging.getLogger(__name__)
 
 _ASK_S = 10.0
-"""How long Ray's control service, or an actor that should answer at once, may take."""
+"""Deadline of a reply from Ray's control service, or from an actor that should answer at once."""
 _KILLED_S = 10.0
-"""How long an actor may take, beyond the grace, to say that its member is gone."""
+"""Seconds beyond the grace that an actor may take to report that its member is gone."""
 _HURRIED_S = 3.0
 """The same where there is no grace."""
 _AGAIN_S, _AT_ONCE = 0.5, 32
 _GONE_S = 3.0
-"""How long neither an actor nor its member that has served can be reached before both count as lost. Ray takes longer
-to say so of a node."""
+"""Seconds without a reply from an actor and from its member, which has served, before both count as lost. Ray takes
+longer to report a lost node."""
 _SILENT_S = 50.0
-"""How much longer an actor of an earlier controller that does not answer may take to do so, before it is ended."""
+"""Further seconds that a silent actor of an earlier controller may take to answer, before it is ended."""
 _LOOK_S = 5.0
-"""How often it is looked whether Ray's control service answers."""
+"""Seconds between two checks that Ray's control service answers."""
 _SERVICE = "Ray's control service (GCS)"
 _NO_SERVICE = f"{_SERVICE} has not answered for {_ASK_S:g} s; members go on, none is started"
 _SEVERAL_NODES = ("--nnodes", "--node-rank", "--master-addr", "--headless")
@@ -65,14 +65,14 @@ _ON_ONE_NODE = "on Ray, all ranks of a server that is not kvferry's are on one n
 
 
 class RayMember:
-    """What is known of one member; `actor` is the handle of its actor."""
+    """One member; `actor` is the handle of its actor."""
 
     def __init__(self, actor: Any, view: Member, number: int, bundle: Bundle | None) -> None:
         self.actor, self.view, self.number, self.bundle = actor, view, number, bundle
         self.has_begun = False
-        """Whether its actor is placed, and knows what to run."""
+        """True if its actor is placed, and has its order."""
         self.is_lost = False
-        """Whether its actor is no more."""
+        """True if its actor is no more."""
         self.begun, self.forgotten = asyncio.Event(), asyncio.Event()
         self.last_news = -1
         self.assigned: MemberRole | None = None
@@ -80,21 +80,21 @@ class RayMember:
 
 
 class RayBackend(FleetBackend):
-    """Owns the handles of the actors, and one task for each that hears what its actor says."""
+    """Owns the handles of the actors, and a task for each that receives its updates."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._fleet: DesiredFleet
         self._members: dict[str, RayMember] = {}
         self._groups: dict[str, tuple[PlacementGroup, tuple[MemberRole, ...]]] = {}
-        """Placement groups of units, and of members with several actors, by `_placed_as`."""
+        """Placement groups of units, and of members with several actors, by `_group_key`."""
         self._grouping = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._to_kill: list[Any] = []
         """Handles of actors that could not be ended yet."""
         self._is_connected = False
         self._own = "" if context.outlives else f".{entropy.token_hex(4)}"
-        """Part of the names of actors that nobody is to find later."""
+        """Part of the namespace of actors that no later controller is to find."""
 
     num_routers = ROUTERS
     """As many routers as one machine has: they share an address on the controller's node."""
@@ -129,13 +129,13 @@ class RayBackend(FleetBackend):
         try:
             names, at_once = await in_thread(self._find_names, _ASK_S), asyncio.Semaphore(_AT_ONCE)
             await asyncio.gather(*(self._find(name, at_once) for name in names))
-            await in_thread(self._remove_groups_of_nobody, _ASK_S)
+            await in_thread(self._remove_unused_groups, _ASK_S)
         except (TimeoutError, RayError) as error:
             raise ConfigError(f"Ray does not say which members this fleet has: {error}") from error
 
     def members(self) -> Sequence[Member]:
-        """The members, as their actors have last said."""
-        return [one.view for one in self._members.values()]
+        """The members, by the last updates of their actors."""
+        return [member.view for member in self._members.values()]
 
     async def start(self, member: MemberSpec) -> None:
         """Create an actor, which starts the member when Ray has placed it. Raises `NotStarted`."""
@@ -146,13 +146,13 @@ class RayBackend(FleetBackend):
         fleet, context = self._fleet, self.context
         number = -1 if member.role == "router" else self._free_number()
         view = Member(member.name, member.role, member.revision, MemberState.STARTING, unit=member.unit)
-        here = self._members[member.name] = RayMember(None, view, number, None)
+        ray_member = self._members[member.name] = RayMember(None, view, number, None)
         try:
             async with asyncio.timeout(_ASK_S):
                 if (member.unit and fleet.unit is not None) or num_actors(fleet, member.role) > 1:
-                    here.bundle = await self._bundle(member)
+                    ray_member.bundle = await self._bundle(member)
                 needs = await in_thread(lambda: needs_of(fleet, member.role), _ASK_S)
-                here.actor = await in_thread(
+                ray_member.actor = await in_thread(
                     lambda: (
                         ray.remote(MemberActor)
                         .options(
@@ -161,7 +161,7 @@ class RayBackend(FleetBackend):
                             namespace=self._namespace,
                             lifetime="detached" if context.outlives else None,
                             max_restarts=0,
-                            scheduling_strategy=strategy_of(member.role, here.bundle),
+                            scheduling_strategy=strategy_of(member.role, ray_member.bundle),
                         )
                         .remote()
                     ),
@@ -169,18 +169,18 @@ class RayBackend(FleetBackend):
                     late=ray.kill,
                 )
         except (TimeoutError, RayError, ValueError) as error:
-            self._forget(member.name, here)
+            self._forget(member.name, ray_member)
             if isinstance(error, TimeoutError):
-                self._control_service_is(there=False)
+                self._set_control_service_state(is_up=False)
             await self._release_group(view)
             raise NotStarted(f"no actor can be created: {self.trouble or error}") from error
         except BaseException:
-            self._forget(member.name, here)
+            self._forget(member.name, ray_member)
             raise
-        if here.forgotten.is_set():  # it was told to end before it had an actor
-            await self._kill(here.actor)
+        if ray_member.forgotten.is_set():  # it was stopped before it had an actor
+            await self._kill(ray_member.actor)
             return
-        num_ranks = len(here.bundle.indices) if here.bundle else 1
+        num_ranks = len(ray_member.bundle.indices) if ray_member.bundle else 1
         where = f"a node{needs}" if num_ranks == 1 else f"room{needs} for each of {num_ranks} ranks"
         context.watcher.progress(member.name, f"waiting for {where}", 0.0)
         order = Order(
@@ -188,12 +188,12 @@ class RayBackend(FleetBackend):
             fleet,
             self._namespace,
             context.make_recipe,
-            here.number,
+            ray_member.number,
             needs,
             context.token,
-            here.bundle,
+            ray_member.bundle,
         )
-        self._begin_task(self._look_after(here, order, where))
+        self._begin_task(self._supervise(ray_member, order, where))
         self.changed.set()
 
     async def stop(self, name: str, grace_s: float) -> None:
@@ -202,7 +202,7 @@ class RayBackend(FleetBackend):
         if member is None or not self._may_act:
             return
         if member.has_begun and not member.is_lost:
-            ended = answer_of(member.actor.stop.remote(grace_s))
+            ended = reply_future(member.actor.stop.remote(grace_s))
             forgotten = asyncio.create_task(member.forgotten.wait())
             within_s = grace_s + _KILLED_S if grace_s else _HURRIED_S
             try:
@@ -216,7 +216,7 @@ class RayBackend(FleetBackend):
             await self._release_group(member.view)
 
     async def assign(self, name: str, role: MemberRole) -> None:
-        """Note a member's role, also with its actor, for later controllers."""
+        """Record a member's role, also with its actor, for later controllers."""
         member = self._members.get(name)
         if member is None:
             return
@@ -228,7 +228,7 @@ class RayBackend(FleetBackend):
                 await answer(member.actor.assign.remote(role), _ASK_S)
 
     async def close(self) -> None:
-        """Members go on if they outlive this process; otherwise those that are left are ended now."""
+        """Members continue if they outlive this process; otherwise the remaining ones are ended now."""
         if not self._is_connected:
             return
         if self.context.outlives:
@@ -256,12 +256,12 @@ class RayBackend(FleetBackend):
         return f"kvferry-{self._fleet.name}{self._own}"
 
     def _free_number(self) -> int:
-        used = {one.number for one in self._members.values()}
-        return next(one for one in range(len(used) + 1) if one not in used)
+        used = {member.number for member in self._members.values()}
+        return next(number for number in range(len(used) + 1) if number not in used)
 
     async def _bundle(self, member: MemberSpec) -> Bundle:
         async with self._grouping:
-            key, fleet, outlives = _placed_as(member), self._fleet, self.context.outlives
+            key, fleet, outlives = _group_key(member), self._fleet, self.context.outlives
             if key not in self._groups:
                 name = f"{self._namespace}/{key}.{entropy.token_hex(4)}"
                 self._groups[key] = await in_thread(
@@ -270,20 +270,24 @@ class RayBackend(FleetBackend):
                     late=lambda made: remove_placement_group(made[0]),
                 )
             group, roles = self._groups[key]
-            there = [one.bundle for one in self._members.values() if one.bundle and _placed_as(one.view) == key]
+            bundles = [
+                member.bundle for member in self._members.values() if member.bundle and _group_key(member.view) == key
+            ]
             number = num_actors(fleet, member.role)
-            indices = free_indices(roles, member.role, number, [index for one in there for index in one.indices])
+            indices = free_indices(
+                roles, member.role, number, [index for bundle in bundles for index in bundle.indices]
+            )
             if len(indices) < number:
                 raise NotStarted(f"{key} has no place for one more {member.role}")
             bundle = Bundle(group, indices, roles)
             self._members[member.name].bundle = bundle
             return bundle
 
-    async def _look_after(self, member: RayMember, order: Order | None, where: str) -> None:
-        """Have the actor start its member, and hear what it says, until it is no more."""
+    async def _supervise(self, member: RayMember, order: Order | None, where: str) -> None:
+        """Have the actor start its member, and receive its updates, until it is no more."""
         try:
             if order is not None:
-                await self._have_begun(member, order, where)
+                await self._begin_member(member, order, where)
             failing_since: float | None = None
             while not member.forgotten.is_set():
                 try:
@@ -304,12 +308,12 @@ class RayBackend(FleetBackend):
         except (RayError, TimeoutError) as error:
             self._member_gone(member, _why(error))
         except Exception as error:
-            # The edge: what one actor answers must not keep the others from being looked after.
+            # The edge: no reply of one actor may keep the others from being supervised.
             logger.exception("what the actor of %s answers is not understood", member.view.name)
             self._member_gone(member, f"its actor answers {type(error).__name__}: {error}")
 
-    async def _have_begun(self, member: RayMember, order: Order, where: str) -> None:
-        begun = answer_of(member.actor.begin.remote(order))
+    async def _begin_member(self, member: RayMember, order: Order, where: str) -> None:
+        begun = reply_future(member.actor.begin.remote(order))
         limit_s = 0.9 * seconds(order.fleet.failure.start)  # so that this reason is given, and not the loop's own
         await asyncio.wait([begun], timeout=limit_s)
         if not begun.done():
@@ -321,8 +325,8 @@ class RayBackend(FleetBackend):
     def _on_update(self, member: RayMember, news: MemberUpdate) -> None:
         name, watcher, before = member.view.name, self.context.watcher, member.view
         member.last_news = news.number
-        for told in news.told:
-            match told:
+        for event in news.events:
+            match event:
                 case LogLine(text):
                     watcher.line(name, text)
                 case MemberProgress(what, fraction):
@@ -342,8 +346,8 @@ class RayBackend(FleetBackend):
         self.changed.set()
 
     async def _wait_until_begun(self) -> None:
-        """An actor that does not know yet what to run would never be told."""
-        begun = [asyncio.create_task(one.begun.wait()) for one in self._members.values()]
+        """Wait until all actors have their orders, which they would never get otherwise."""
+        begun = [asyncio.create_task(member.begun.wait()) for member in self._members.values()]
         if begun:
             await asyncio.wait(begun, timeout=_ASK_S)
         for task in begun:
@@ -368,53 +372,53 @@ class RayBackend(FleetBackend):
             logger.warning("an actor cannot be ended yet: %s", _why(error))
             self._to_kill.append(actor)
             if isinstance(error, TimeoutError):
-                self._control_service_is(there=False)
+                self._set_control_service_state(is_up=False)
 
     async def _release_group(self, member: Member) -> None:
-        """Give back the placement group of one that is gone, if nobody else is in it."""
-        key = _placed_as(member)
-        if key in self._groups and not any(_placed_as(one.view) == key for one in self._members.values()):
+        """Release the placement group of a member that is gone, if no other member is in it."""
+        key = _group_key(member)
+        if key in self._groups and not any(_group_key(member.view) == key for member in self._members.values()):
             group, _ = self._groups.pop(key)
             with suppress(TimeoutError, RayError):
                 await in_thread(lambda: remove_placement_group(group), _ASK_S)
 
-    # What an earlier controller has left.
+    # Adoption of an earlier controller's members.
 
     def _find_names(self) -> list[str]:
-        found = list_named_actors(all_namespaces=True)
-        return [one["name"] for one in found if one["namespace"] == self._namespace]
+        actors = list_named_actors(all_namespaces=True)
+        return [actor["name"] for actor in actors if actor["namespace"] == self._namespace]
 
     async def _find(self, name: str, at_once: asyncio.Semaphore) -> None:
-        """Take up an actor. One that was never told what to run is ended; one that does not answer is taken up when it
-        does, or ended after `_SILENT_S`."""
+        """Adopt an actor. An actor without an order is ended; a silent one is adopted when it answers, or ended after
+        `_SILENT_S`."""
         try:
             async with at_once:
                 actor = await in_thread(lambda: ray.get_actor(name, self._namespace), _ASK_S)
         except ValueError:
             return  # it has just ended
         nonce = entropy.token_hex(16)
-        told = answer_of(actor.who.remote(nonce))
-        await asyncio.wait([told], timeout=_ASK_S)
-        if told.done():
+        identity = reply_future(actor.who.remote(nonce))
+        await asyncio.wait([identity], timeout=_ASK_S)
+        if identity.done():
             with suppress(RayError):
-                await self._adopt(name, actor, nonce, told.result())
+                await self._adopt(name, actor, nonce, identity.result())
         else:
             logger.warning("the actor %s does not answer", name)
-            self._begin_task(self._adopt_later(name, actor, nonce, told))
+            self._begin_task(self._adopt_later(name, actor, nonce, identity))
 
-    async def _adopt_later(self, name: str, actor: Any, nonce: str, told: asyncio.Future[Any]) -> None:
-        """Take it up when it answers, or end it: its member has been replaced, and must not go on by itself for ever,
-        least of all a router, which would hear of no instance any more."""
-        await asyncio.wait([told], timeout=_SILENT_S)
-        if not told.done():
+    async def _adopt_later(self, name: str, actor: Any, nonce: str, identity: asyncio.Future[Any]) -> None:
+        """Adopt it when it answers, or end it: its member has been replaced, and must not continue unmanaged,
+        especially a router, to which no instance would be declared any more."""
+        await asyncio.wait([identity], timeout=_SILENT_S)
+        if not identity.done():
             logger.warning("the actor %s has not answered for %g s, and is ended", name, _SILENT_S + _ASK_S)
             await self._kill(actor)
             return
         with suppress(RayError, ConfigError):
-            await self._adopt(name, actor, nonce, told.result())
+            await self._adopt(name, actor, nonce, identity.result())
 
     async def _adopt(self, name: str, actor: Any, nonce: str, who: ActorIdentity | None) -> None:
-        """Take up a member. Raises `ConfigError` for an actor of somebody else."""
+        """Adopt a member. Raises `ConfigError` for an actor with another token."""
         if who is None:
             await self._kill(actor)
             return
@@ -430,40 +434,40 @@ class RayBackend(FleetBackend):
         member.has_begun, member.last_news = True, who.news.number
         member.begun.set()
         if who.bundle is not None:
-            self._groups[_placed_as(view)] = who.bundle.group, who.bundle.roles
-        self._begin_task(self._look_after(member, None, ""))
+            self._groups[_group_key(view)] = who.bundle.group, who.bundle.roles
+        self._begin_task(self._supervise(member, None, ""))
         self.changed.set()
 
-    def _remove_groups_of_nobody(self) -> None:
-        """A controller that died may have left placement groups that no actor is in."""
+    def _remove_unused_groups(self) -> None:
+        """Remove placement groups without actors, which a controller that died may have left."""
         used = {group.id.hex() for group, _ in self._groups.values()}
-        for identity, one in placement_group_table().items():
-            is_ours = one["name"].startswith(f"{self._namespace}/") and one["state"] != "REMOVED"
+        for identity, group in placement_group_table().items():
+            is_ours = group["name"].startswith(f"{self._namespace}/") and group["state"] != "REMOVED"
             if is_ours and identity not in used:
                 remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(identity))))
 
     # Ray itself.
 
     async def _watch_control_service(self) -> None:
-        """Say when Ray's control service is gone, and when it is back. Without it members go on, and none is started;
-        what could not be ended is ended when it is back."""
+        """Report when Ray's control service is gone, and when it is back. Without it members continue, and none is
+        started; actors that could not be ended are ended when it is back."""
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
                 await in_thread(ray.nodes, _ASK_S)
             except (TimeoutError, RayError):
-                self._control_service_is(there=False)
+                self._set_control_service_state(is_up=False)
                 continue
-            self._control_service_is(there=True)
+            self._set_control_service_state(is_up=True)
             left, self._to_kill = self._to_kill, []
             for actor in left:
                 await self._kill(actor)
 
-    def _control_service_is(self, *, there: bool) -> None:
-        if there is not bool(self.trouble):
+    def _set_control_service_state(self, *, is_up: bool) -> None:
+        if is_up is not bool(self.trouble):
             return
-        self.trouble = "" if there else _NO_SERVICE
-        text = f"{_SERVICE} answers again" if there else _NO_SERVICE
+        self.trouble = "" if is_up else _NO_SERVICE
+        text = f"{_SERVICE} answers again" if is_up else _NO_SERVICE
         logger.warning("%s", text)
         self.context.watcher.line("ray", text)
         self.changed.set()
@@ -475,10 +479,10 @@ class RayBackend(FleetBackend):
 
 
 def _require_ranks(fleet: DesiredFleet) -> None:
-    """Raise `ConfigError` for `ranks` of what has no ranks that could be on several nodes."""
-    for role, one in fleet.backend.ray.items():
+    """Raise `ConfigError` for `ranks` of a role whose ranks cannot be on several nodes."""
+    for role, actor_spec in fleet.backend.ray.items():
         where = f"backend.ray.{role}.ranks"
-        if one.ranks == "same-host":
+        if actor_spec.ranks == "same-host":
             continue
         if fleet.engine.kind != "kvferry":
             raise ConfigError(f"{where}: {_ON_ONE_NODE}; leave it out")
@@ -488,13 +492,13 @@ def _require_ranks(fleet: DesiredFleet) -> None:
             raise ConfigError(f"{where}: there is one rank; set role.{role}.tensor_parallel_size, or leave it out")
 
 
-def _placed_as(member: Member | MemberSpec) -> str:
-    """Names the placement group that a member is in, if it is in one."""
+def _group_key(member: Member | MemberSpec) -> str:
+    """The key of the placement group that a member is in, if it is in one."""
     return member.unit or member.name
 
 
 def _why(error: Exception) -> str:
-    """Why a member is no more, in few words."""
+    """The reason why a member is no more, in few words."""
     text = str(error)
     if not isinstance(error, ActorDiedError):
         return text.strip().splitlines()[-1] if text.strip() else type(error).__name__

@@ -1,7 +1,7 @@
-"""The connection of this process to a Ray cluster, and how Ray is asked without waiting for ever.
+"""The connection of this process to a Ray cluster, and calls of Ray's functions with deadlines.
 
 Ray has one connection in a process, and some of its functions wait until the cluster answers. They are called in
-threads that nobody has to wait for.
+daemon threads, which need not be joined.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Result = TypeVar("Result")
 
 
 class RayConnection:
-    """Shared by all backends of the process; the last one closes it. One that was there before stays."""
+    """Shared by all backends of the process; the last one closes it. A connection from before stays."""
 
     _num_users, _is_ours = 0, False
     _ended: threading.Event | None = None
     """Ends the cluster of this process; None: it has none of its own."""
     hangs = False
-    """Whether it could not be closed in time."""
+    """True if it could not be closed in time."""
 
     @classmethod
     async def open(cls, address: str, namespace: str, *, own_cpus: int | None = None) -> None:
@@ -65,7 +65,7 @@ class RayConnection:
                 where, within_s, cls._ended = "the Ray cluster of this command", _START_S, threading.Event()
                 own = {"include_dashboard": False, "num_cpus": own_cpus}
                 await _init("local", namespace, within_s, cls._ended, own)
-            _take_back(signal.SIGTERM)
+            _restore_handler(signal.SIGTERM)
         except TimeoutError as error:
             raise ConfigError(f"{where} does not answer within {within_s:g} s; see `ray status`") from error
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
@@ -97,9 +97,9 @@ async def _init(
     await in_thread(lambda: ray.init(**settings), within_s, until=until)
 
 
-def _take_back(number: int) -> None:
+def _restore_handler(number: int) -> None:
     """Handle a signal as before. Ray has put itself in front of the handler: it would write a stack, call the handler,
-    and abort the process three seconds later, in the middle of what it does to end."""
+    and abort the process three seconds later, in the middle of its shutdown."""
     if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(number)) is not None:
         signal.signal(number, handler)
         signal.siginterrupt(number, False)
@@ -112,10 +112,9 @@ async def in_thread(
     late: Callable[[Result], object] | None = None,
     until: threading.Event | None = None,
 ) -> Result:
-    """What `call` returns, called in a thread of its own. Raises what it raises, or `TimeoutError`; it then goes on
-    without anybody who waits for it, and what it returns is given to `late`, in a thread too. The thread ends after the
-    call, or at `until`: Linux ends processes that are to die with their parent when the thread ends that has started
-    them."""
+    """Return the result of `call`, called in a thread of its own. Raises its error, or `TimeoutError`. After that, the
+    call continues, and `late` gets its result, in a thread too. The thread ends after the call, or at `until`: Linux
+    ends processes that are to die with their parent when the thread that has started them ends."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
@@ -144,16 +143,16 @@ async def in_thread(
         return await future
 
 
-def answer_of(reference: Any) -> asyncio.Future[Any]:
-    """The result of an actor's method, to be waited for by `asyncio.wait`, which does not cancel it: Ray goes on."""
+def reply_future(reference: Any) -> asyncio.Future[Any]:
+    """The result of an actor's method, for `asyncio.wait`, which does not cancel it: Ray continues."""
     future: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask for it
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may not be awaited any more
     return future
 
 
 async def answer(reference: Any, within_s: float | None) -> Any:
     """The result of an actor's method. Raises `TimeoutError`, or what Ray or the method raises."""
-    future = answer_of(reference)
+    future = reply_future(reference)
     await asyncio.wait([future], timeout=within_s)
     if not future.done():
         raise TimeoutError

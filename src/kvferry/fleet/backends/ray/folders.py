@@ -1,5 +1,4 @@
-"""Where the actors of one user on one node keep what is on no disk. What an actor that ended without a word has left is
-removed by those that come later."""
+"""The in-memory folders of one user's actors on one node. Later actors remove what a killed one has left."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ _NEW_S = 60.0
 
 
 def root_folder() -> Path:
-    """The folder of all of them. Raises `ConfigError` if there is no place for it."""
+    """The folder of all of them. Raises `ConfigError` if none can be made."""
     memory = memory_folder()
     roots = [*([] if memory is None else [Path(memory)]), *user_runtime_dirs()]
     return private_folder(f"kvferry-{os.getuid()}-ray", roots)
 
 
 def own_name() -> str:
-    """Names this process, also when its number is another's."""
+    """A name of this process that stays unique when its process id is used again."""
     return f"{os.getpid()}-{started_at(os.getpid())}"
 
 
@@ -44,7 +43,7 @@ def own_folder() -> Path:
 
 
 def routers_folder(*fleet: str) -> Path:
-    """What the routers of a fleet on this node share; `fleet` names it, its cluster and the node."""
+    """The folder that the routers of a fleet on this node share; `fleet` names it, its cluster and the node."""
     digest = hashlib.sha256("\0".join(fleet).encode()).hexdigest()[:16]
     folder = root_folder() / f"{_ROUTERS}{digest}"
     folder.mkdir(mode=0o700, exist_ok=True)

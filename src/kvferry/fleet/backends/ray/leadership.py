@@ -1,7 +1,7 @@
-"""The right to act on a fleet, which a named actor of Ray keeps.
+"""Leadership of a fleet by a named actor of Ray.
 
-It is on the node of Ray's control service, whose loss ends the cluster; who kills it lets two controllers act for as
-long as one believes.
+The actor is on the node of Ray's control service, whose loss ends the cluster. If it is killed, two controllers may act
+until the first one's lease ends by its own clock.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from kvferry.fleet.backends.ray.priority import reset_priority
 from kvferry.fleet.control.leadership import TAKEN_S, LeadershipUnknown, TimedLeadership
 
 _START_S, _ASK_S = 30.0, 5.0
-"""How long the actor may take to start, and to answer."""
+"""Seconds that the actor may take to start, and to answer."""
 _HEAD = "node:__internal_head__"
 
 
 class LeaseActor:
-    """Keeps who may act. `clock`: of its own machine, in seconds."""
+    """Stores the leader. `clock`: of its own machine, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = boot_time) -> None:
         reset_priority()
         self._clock, self._holder, self._renewed_at = clock, "", 0.0
 
     def take(self, who: str) -> str:
-        """Let this controller act, or go on, unless another one may; returns who may."""
+        """Acquire or renew the lease for `who`, unless another controller has it; returns the holder."""
         now = self._clock()
         if self._holder in ("", who) or now - self._renewed_at >= TAKEN_S:
             self._holder, self._renewed_at = who, now
@@ -105,7 +105,7 @@ class RayLeadership(TimedLeadership):
                 await in_thread(lambda: ray.kill(actor), _ASK_S)
 
     def _find(self) -> Any:
-        head = next((one["NodeID"] for one in ray.nodes() if one["Alive"] and _HEAD in one["Resources"]), None)
+        head = next((node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]), None)
         return (
             ray.remote(LeaseActor)
             .options(
@@ -122,9 +122,9 @@ class RayLeadership(TimedLeadership):
 
 
 def controller_name(folder: Path) -> str:
-    """The same for all controllers on this machine with this folder of the fleet, of which a lock lets one act. The
-    folder need not be there yet; its file system sets containers of one machine apart."""
+    """A name that all controllers on this machine with this folder of the fleet share, as a lock lets one of them act.
+    The folder need not exist yet; its file system distinguishes containers of one machine."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    device = next(one.stat().st_dev for one in (folder, *folder.parents) if one.exists())
+    device = next(path.stat().st_dev for path in (folder, *folder.parents) if path.exists())
     digest = hashlib.sha256(f"{boot} {device} {folder}".encode()).hexdigest()
     return f"{socket.gethostname()[:200]}_{digest[:12]}"

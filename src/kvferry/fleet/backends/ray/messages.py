@@ -1,4 +1,4 @@
-"""What a controller and the actors of a fleet say to each other."""
+"""The messages between a controller and the actors of a fleet."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
 @dataclass(frozen=True)
 class Order:
-    """What an actor is to run. It is sent to the actor alone, since `make_recipe` has the fleet's token: what an actor
-    is created with, Ray keeps. `needs`: of each actor; `bundle`: the member's place in a placement group. `rank` and
-    `joins`: of the actor of a further rank of the member, and the address of rank 0 (`HOST:PORT`)."""
+    """An actor's order: the member to run. It is sent to the actor alone, since `make_recipe` has the fleet's token,
+    and Ray stores the arguments of an actor's constructor. `needs`: of each actor; `bundle`: the member's bundles in a
+    placement group. `rank` and `joins`: of the actor of a further rank, and the address of rank 0 (`HOST:PORT`)."""
 
     member: MemberSpec
     fleet: DesiredFleet
@@ -43,23 +43,23 @@ class MemberProgress:
     fraction: float
 
 
-FleetSettings = LogLine | MemberProgress
+MemberEvent = LogLine | MemberProgress
 
 
 @dataclass(frozen=True)
 class MemberUpdate:
-    """`member`: as it is now. `told`: what it has said since, oldest first; some are left out if there were many.
+    """`member`: as it is now. `events`: its events since, oldest first; some are left out if there were many.
     `number`: what to ask with the next time."""
 
     member: Member
-    told: tuple[FleetSettings, ...]
+    events: tuple[MemberEvent, ...]
     number: int
 
 
 @dataclass(frozen=True)
 class ActorIdentity:
-    """Who an actor is. `answer`: its proof that it holds the fleet's token (`core.keys`). `number`: the instance's.
-    `news`: the member as it is, without what it has said so far."""
+    """An actor's identity. `answer`: its proof that it has the fleet's token (`core.keys`). `number`: the instance's.
+    `news`: the member as it is, without its earlier events."""
 
     answer: bytes
     number: int

@@ -1,4 +1,4 @@
-"""What a member needs of a node, and where Ray is to place it."""
+"""The resources that a member needs of a node, and its placement by Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.fleet.spec.ray_spec import ActorSpec
 
 _STRATEGIES = {"same-host": "STRICT_PACK", "pack": "PACK", "spread": "SPREAD"}
 _MIN_CPUS = 0.001
-"""Ray takes no bundle that needs nothing."""
+"""Ray accepts no bundle without resources."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ActorResources:
 
     def __str__(self) -> str:
         named = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
-        told = ", ".join(f"{number:g} {name}" for name, number in named.items() if number)
-        return told and f" with {told}"
+        amounts = ", ".join(f"{number:g} {name}" for name, number in named.items() if number)
+        return amounts and f" with {amounts}"
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -47,8 +47,8 @@ class ActorResources:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A member's place in a placement group, of its own or of its unit: bundle `indices[n]` is that of its actor of
-    rank n. `roles`: of all bundles."""
+    """A member's bundles in a placement group, of its own or of its unit: its actor of rank n has bundle `indices[n]`.
+    `roles`: of all bundles."""
 
     group: PlacementGroup
     indices: tuple[int, ...]
@@ -56,14 +56,14 @@ class Bundle:
 
 
 def num_actors(fleet: DesiredFleet, role: MemberRole) -> int:
-    """How many actors a member of this role has: one for each rank, unless all are on one node."""
+    """Number of actors of a member of this role: one for each rank, unless all are on one node."""
     is_split = role != "router" and fleet.backend.ray.get(role, ActorSpec()).ranks != "same-host"
     return fleet.role[role].tensor_parallel_size if is_split and role in fleet.role else 1
 
 
 def own_cluster_cpus(fleet: DesiredFleet) -> int:
-    """Logical CPUs of a cluster that is only for this fleet, on this machine: all of its members have a place there,
-    however few cores there are, as they have without Ray."""
+    """Logical CPUs of a cluster that is only for this fleet, on this machine: all of its members fit, however few
+    cores there are, as they do without Ray."""
     counts: dict[MemberRole, int] = {role: spec.count for role, spec in fleet.role.items()}
     if fleet.unit is not None:
         counts = {role: number * fleet.unit.count for role, number in fleet.unit.members.items()}
@@ -77,15 +77,15 @@ def _cpus_of(fleet: DesiredFleet, role: MemberRole) -> float:
 
 
 def needs_of(fleet: DesiredFleet, role: MemberRole) -> ActorResources:
-    """What each actor of this role needs. Asks Ray whether there are GPUs, unless the fleet says how many it needs."""
-    told = fleet.backend.ray.get(role, ActorSpec())
+    """The resources of each actor of this role. Asks Ray if there are GPUs, unless the spec has their number."""
+    actor_spec = fleet.backend.ray.get(role, ActorSpec())
     cpus = _cpus_of(fleet, role)
-    if told.gpus is not None or role == "router":
-        gpus = told.gpus or 0.0
+    if actor_spec.gpus is not None or role == "router":
+        gpus = actor_spec.gpus or 0.0
     else:
         ranks = fleet.role[role].tensor_parallel_size if role in fleet.role else 1
         gpus = ranks / num_actors(fleet, role) if ray.cluster_resources().get("GPU") else 0.0
-    return ActorResources(cpus, gpus, told.resources)
+    return ActorResources(cpus, gpus, actor_spec.resources)
 
 
 def make_group(
@@ -94,24 +94,29 @@ def make_group(
     """A placement group for a unit, or for one member of this role, and the role of each of its bundles."""
     members: list[tuple[MemberRole, int]]
     if fleet.unit is None:
-        members, place = [(role, 1)], fleet.backend.ray[role].ranks
+        members, placement = [(role, 1)], fleet.backend.ray[role].ranks
     else:
-        members, place = [*fleet.unit.members.items()], fleet.unit.place
-    roles = tuple(one for one, number in members for _ in range(number * num_actors(fleet, one)))
-    bundles = [needs_of(fleet, one).bundle for one in roles]
-    strategy = _STRATEGIES[place]
+        members, placement = [*fleet.unit.members.items()], fleet.unit.place
+    roles = tuple(
+        member_role for member_role, number in members for _ in range(number * num_actors(fleet, member_role))
+    )
+    bundles = [needs_of(fleet, member_role).bundle for member_role in roles]
+    strategy = _STRATEGIES[placement]
     return placement_group(bundles, strategy, name=name, lifetime="detached" if outlives else None), roles
 
 
 def free_indices(roles: tuple[MemberRole, ...], role: MemberRole, number: int, used: Iterable[int]) -> tuple[int, ...]:
-    """The indices of `number` bundles of this role that no member of the unit has; fewer if there are not so many."""
+    """The indices of `number` free bundles of this role; fewer if there are not so many."""
     taken = set(used)
-    return tuple(index for index, one in enumerate(roles) if one == role and index not in taken)[:number]
+    return tuple(index for index, bundle_role in enumerate(roles) if bundle_role == role and index not in taken)[
+        :number
+    ]
 
 
 def strategy_of(role: MemberRole, bundle: Bundle | None, rank: int = 0) -> Any:
-    """Routers are on the node of their controller, which clients know; a member of a unit, and each rank of an instance
-    on several nodes, is in its bundle; other instances are spread, so that a node that is lost takes few with it."""
+    """The scheduling strategy of an actor. Routers are on the node of their controller, which clients know. A member of
+    a unit, and each rank of an instance on several nodes, is in its bundle. Other instances are spread, so that few
+    are lost with a node."""
     if role == "router":
         return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     if bundle is not None:

@@ -1,6 +1,6 @@
 """The further ranks of an instance, in actors of their own, which the actor of rank 0 owns.
 
-They have no names and no lifetime of their own: Ray ends them when their owner ends, in whatever way, and each ends
+They have no names and no lifetime of their own: Ray ends them when their owner ends, for any reason, and each ends
 with its process. So an instance lives or ends as a whole.
 """
 
@@ -24,12 +24,12 @@ from kvferry.fleet.control.backend import MemberState
 
 _AGAIN_S = 0.5
 _ENDED_S = 5.0
-"""How long an actor may take to end its process, and Ray to end the actor."""
+"""Seconds that an actor may take to end its process, and Ray to end the actor."""
 
 
 def hold_port(host: str) -> socket.socket:
-    """A socket that has a free port for itself. It does not listen: a process of this machine that uses SO_REUSEADDR,
-    as rank 0 does, can do so there. Raises `ConfigError`."""
+    """A socket that reserves a free port. It does not listen: a process of this machine that uses SO_REUSEADDR, as
+    rank 0 does, can listen there. Raises `ConfigError`."""
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,13 +41,13 @@ def hold_port(host: str) -> socket.socket:
 
 
 class RankActors:
-    """Owns the handles of the actors, and one task for each that hears what it says."""
+    """Owns the handles of the actors, and a task for each that receives its updates."""
 
     def __init__(
         self, actor_class: type[Any], say: Callable[[str], None], lost: Callable[[str, bool], Awaitable[None]]
     ) -> None:
-        """`say`: told each line of a rank's log. `lost`: told why a rank has ended, and whether its settings are
-        wrong."""
+        """`say`: called with each line of a rank's log. `lost`: called with the reason why a rank has ended, and True
+        if its settings are wrong."""
         self._actor_class, self._say, self._lost = actor_class, say, lost
         self._actors: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -66,7 +66,7 @@ class RankActors:
                 .remote()
             )
             self._actors.append(actor)
-            self._tasks.append(asyncio.create_task(self._look_after(actor, replace(order, rank=rank, joins=address))))
+            self._tasks.append(asyncio.create_task(self._supervise(actor, replace(order, rank=rank, joins=address))))
 
     async def end(self) -> None:
         """End the processes and the actors."""
@@ -81,7 +81,7 @@ class RankActors:
         with suppress(RayError, TimeoutError):
             await in_thread(lambda: ray.kill(actor), _ENDED_S)
 
-    async def _look_after(self, actor: Any, order: Order) -> None:
+    async def _supervise(self, actor: Any, order: Order) -> None:
         try:
             await answer(actor.begin.remote(order), None)
             reason, is_misconfigured = await self._follow(actor, order.rank)
@@ -90,7 +90,7 @@ class RankActors:
         await self._lost(f"rank {order.rank}: {reason}", is_misconfigured)
 
     async def _follow(self, actor: Any, rank: int) -> tuple[str, bool]:
-        """Hear what the rank says until it ends; returns why it has."""
+        """Receive the rank's updates until it ends; returns the reason, and True if its settings are wrong."""
         number = -1
         while True:
             try:
@@ -99,8 +99,8 @@ class RankActors:
                 await asyncio.sleep(_AGAIN_S)
                 continue
             number = news.number
-            for told in news.told:
-                if isinstance(told, LogLine):
-                    self._say(f"rank {rank}: {told.text}")
+            for event in news.events:
+                if isinstance(event, LogLine):
+                    self._say(f"rank {rank}: {event.text}")
             if news.member.state is MemberState.ENDED:
                 return news.member.reason, news.member.is_misconfigured

@@ -1,4 +1,4 @@
-"""The pods of a fleet: what runs in them, when they are ready, how they leave, and what they may do."""
+"""The pods of a fleet: their containers, probes, drain hooks and permissions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Object = dict[str, Any]
 HTTP_PORT, KV_PORT, RANKS_PORT = 8000, 8101, 7000
 SPEC_FILE, _SPEC_FOLDER, _STATE_FOLDER = "fleet.toml", "/spec", "/cache/state"
 _MARGIN_S = 30
-"""How much longer than its drain a pod may take to end before it is killed."""
+"""Seconds beyond its drain that a pod may take to end before it is killed."""
 _GRACE_S = 15
 """Seconds for requests that a drain has left over, or that come after it."""
 _USER = 1000
@@ -32,13 +32,13 @@ _NAME_LABEL, PART_LABEL, FLEET_LABEL, UNIT_LABEL = (
 
 
 def labels_of(fleet: DesiredFleet, part: str = "", unit: int | None = None) -> dict[str, str]:
-    """What selects the pods of a fleet, of a role or the routers in it, and of a unit."""
-    found = {_NAME_LABEL: "kvferry", FLEET_LABEL: fleet.name}
+    """The labels that select the pods of a fleet, of a role or the routers in it, and of a unit."""
+    labels = {_NAME_LABEL: "kvferry", FLEET_LABEL: fleet.name}
     if part:
-        found[PART_LABEL] = part
+        labels[PART_LABEL] = part
     if unit is not None:
-        found[UNIT_LABEL] = str(unit)
-    return found
+        labels[UNIT_LABEL] = str(unit)
+    return labels
 
 
 def kubernetes_of(fleet: DesiredFleet) -> KubernetesSpec:
@@ -48,7 +48,7 @@ def kubernetes_of(fleet: DesiredFleet) -> KubernetesSpec:
 
 
 def pod_of(fleet: DesiredFleet, role: PodRole) -> PodSpec:
-    """What a spec says about the pods of a role."""
+    """The spec of the pods of a role."""
     return kubernetes_of(fleet).pod.get(role, PodSpec())
 
 
@@ -59,7 +59,7 @@ def member_roles(fleet: DesiredFleet) -> list[MemberRole]:
 
 @dataclass(frozen=True)
 class InstancePod:
-    """One of the pods of an instance. `number`: 0 is that of the first, which answers requests. `leader`: the host name
+    """A pod of an instance. `number`: 0 for the first, which answers requests. `leader`: the host name
     of that one."""
 
     number: str
@@ -150,20 +150,20 @@ class Pods:
         return template
 
     def _worker(self, role: Role, host: InstancePod) -> list[str]:
-        """The command of a further pod of an instance, which answers nobody."""
+        """The command of a further pod of an instance, which answers no requests."""
         if self._fleet.engine.kind == "kvferry":
             return ["kvferry", "rank", f"{host.leader}:{RANKS_PORT}"]
         return _vllm_worker(self._fleet, role, host)
 
     def _arguments(self, role: Role, host: InstancePod) -> list[str]:
-        engine, one = self._fleet.engine, self._fleet.role.get(role)
+        engine, role_spec = self._fleet.engine, self._fleet.role.get(role)
         arguments = [
             "--host=$(POD_IP)",
             f"--port={HTTP_PORT}",
             f"--grace-s={_GRACE_S}",
             f"--kv-transfer-config={transfer_config(engine.connectors, role)}",
         ]
-        ranks, more = (one.tensor_parallel_size, one.args) if one is not None else (1, ())
+        ranks, more = (role_spec.tensor_parallel_size, role_spec.args) if role_spec is not None else (1, ())
         if engine.kind == "kvferry":
             arguments += [f"--tensor-parallel-size={ranks}"] if ranks > 1 else []
             arguments += [f"--ranks-at=$(POD_IP):{RANKS_PORT}"] if pod_of(self._fleet, role).hosts > 1 else []
@@ -183,25 +183,25 @@ class Pods:
         }
 
     def _drains(self, routers: Sequence[str]) -> Object:
-        """A hook that drains an instance before it is told to end: its routers send it no more requests, and wait until
-        no ticket of it is outstanding."""
+        """A hook that drains an instance before it gets SIGTERM: its routers send it no more requests, and wait until
+        it has no outstanding ticket."""
         drains = " ".join(
-            f'kvferry fleet drain "http://$POD_IP:{HTTP_PORT}" --router {one} --wait-s {self._drain_s} &'
-            for one in routers
+            f'kvferry fleet drain "http://$POD_IP:{HTTP_PORT}" --router {router} --wait-s {self._drain_s} &'
+            for router in routers
         )
         return {"lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", f"{drains} wait"]}}}}
 
     def _container(self, role: PodRole) -> Object:
-        one, kubernetes, values = pod_of(self._fleet, role), self._kubernetes, self._values
+        pod, kubernetes, values = pod_of(self._fleet, role), self._kubernetes, self._values
         capabilities: Object = {"drop": ["ALL"]}
-        if any("rdma" in name for name in one.limits):
+        if any("rdma" in name for name in pod.limits):
             capabilities["add"] = ["IPC_LOCK"]  # RDMA registers memory that must stay where it is
-        resources = {"requests": dict(one.requests), "limits": dict(one.limits)}
+        resources = {"requests": dict(pod.requests), "limits": dict(pod.limits)}
         token = {"secretKeyRef": {"name": token_secret(self._fleet), "key": "token"}}
         more = {"HOME": "/cache", "HF_HOME": "/models", **kubernetes.environment}
         if role == "controller":  # which takes no setting of its fleet from its environment
             more = {name: value for name, value in more.items() if name not in flag_variables()}
-        secrets = {name: where.partition("/") for name, where in sorted(one.secrets.items())}
+        secrets = {name: where.partition("/") for name, where in sorted(pod.secrets.items())}
         return {
             "name": "kvferry",
             "image": values.value("image", kubernetes.image),
@@ -214,7 +214,9 @@ class Pods:
                     for name, (secret, _, key) in secrets.items()
                 ),
             ],
-            "resources": values.value(f"pod.{role}.resources", {key: one for key, one in resources.items() if one}),
+            "resources": values.value(
+                f"pod.{role}.resources", {key: amount for key, amount in resources.items() if amount}
+            ),
             "securityContext": {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
@@ -229,9 +231,9 @@ class Pods:
         }
 
     def _template(self, role: PodRole, container: Object, unit: int | None) -> Object:
-        one, kubernetes, values = pod_of(self._fleet, role), self._kubernetes, self._values
+        pod, kubernetes, values = pod_of(self._fleet, role), self._kubernetes, self._values
         claim = kubernetes.model_claim
-        size = values.value(f"pod.{role}.sharedMemory", one.shared_memory)
+        size = values.value(f"pod.{role}.sharedMemory", pod.shared_memory)
         spec: Object = {
             "automountServiceAccountToken": False,
             # Kubernetes would set KVFERRY_PORT and the like beside a Service named kvferry, which are flags here.
@@ -243,9 +245,9 @@ class Pods:
                 "fsGroup": _USER,
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            "nodeSelector": values.value(f"pod.{role}.nodeSelector", dict(one.node_selector)),
+            "nodeSelector": values.value(f"pod.{role}.nodeSelector", dict(pod.node_selector)),
             "tolerations": values.value(
-                f"pod.{role}.tolerations", [msgspec.to_builtins(each) for each in one.tolerations]
+                f"pod.{role}.tolerations", [msgspec.to_builtins(each) for each in pod.tolerations]
             ),
             "containers": [container],
             "volumes": [
@@ -298,19 +300,19 @@ def transfer_config(connectors: Sequence[str], role: Role) -> str:
     reached: Mapping[str, Any] = {"kv_ip": "$(POD_IP)", "kv_port": KV_PORT}
     own = {"kv_role": "kv_both"} if role == "both" else {}
     if len(connectors) == 1:
-        told = {"kv_connector": connectors[0], **own, **reached}
+        config = {"kv_connector": connectors[0], **own, **reached}
     else:
         children = [{"kv_connector": name} for name in connectors]
         extra = {"kv_connector_extra_config": {"connectors": children}}
-        told = {"kv_connector": "MultiConnector", **own, **reached, **extra}
-    return msgspec.json.encode(told).decode()
+        config = {"kv_connector": "MultiConnector", **own, **reached, **extra}
+    return msgspec.json.encode(config).decode()
 
 
 def _vllm_arguments(fleet: DesiredFleet, role: Role, host: InstancePod) -> list[str]:
-    one, hosts = fleet.role.get(role), pod_of(fleet, role).hosts
+    role_spec, hosts = fleet.role.get(role), pod_of(fleet, role).hosts
     arguments = list(fleet.engine.args)
-    if one is not None:
-        arguments += [f"--tensor-parallel-size={one.tensor_parallel_size}", *one.args]
+    if role_spec is not None:
+        arguments += [f"--tensor-parallel-size={role_spec.tensor_parallel_size}", *role_spec.args]
     if hosts > 1:
         arguments += [f"--nnodes={hosts}", f"--node-rank={host.number}", f"--master-addr={host.leader}"]
     return arguments

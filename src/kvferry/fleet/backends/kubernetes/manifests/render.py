@@ -35,7 +35,7 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet, Role, seconds
 _MONITOR = "monitoring.coreos.com/v1"
 _VOLCANO, _SCHEDULING = "scheduling.volcano.sh/v1beta1", "scheduling.k8s.io/v1beta1"
 _PROMETHEUS = {"app.kubernetes.io/name": "prometheus"}
-"""The label that Prometheus' operator gives the pods which a PodMonitor tells whom to ask."""
+"""The label of Prometheus' pods, by its operator."""
 
 
 def render(fleet: DesiredFleet, values: Values, token: str = "") -> list[Object]:
@@ -50,29 +50,29 @@ def check(fleet: DesiredFleet) -> None:
     if fleet.backend.kubernetes is None:
         raise ConfigError('there is no table [backend.kubernetes] (with kind = "kubernetes" in [backend])')
     kubernetes = fleet.backend.kubernetes
-    for where, given, instead in (
+    for where, setting, instead in (
         ("engine.kv_transfer_config", fleet.engine.kv_transfer_config, "engine.connector"),
         ("args", fleet.args, "args of [engine], of a role or of [router]"),
     ):
-        if given:
+        if setting:
             raise ConfigError(f"{where} is not for pods; use {instead}")
     if not fleet.name[0].isalpha():
         raise ConfigError(
             f"name = {fleet.name!r}: on Kubernetes it must begin with a letter, as the names of Services do"
         )
-    for role, one in kubernetes.pod.items():
-        where = f"backend.kubernetes.pod.{role}.hosts = {one.hosts}"
-        if one.hosts == 1:
+    for role, pod in kubernetes.pod.items():
+        where = f"backend.kubernetes.pod.{role}.hosts = {pod.hosts}"
+        if pod.hosts == 1:
             continue
         if role in ("router", "controller"):
             raise ConfigError(f"{where}: only instances can be on several pods")
-        wanted = next((each for name, each in fleet.role.items() if name == role), None)
-        if wanted is None or wanted.tensor_parallel_size % one.hosts:
+        role_spec = next((each for name, each in fleet.role.items() if name == role), None)
+        if role_spec is None or role_spec.tensor_parallel_size % pod.hosts:
             raise ConfigError(f"{where}: role.{role}.tensor_parallel_size must be a multiple of it")
-        if fleet.engine.kind == "kvferry" and wanted.tensor_parallel_size != one.hosts:
+        if fleet.engine.kind == "kvferry" and role_spec.tensor_parallel_size != pod.hosts:
             raise ConfigError(
                 f"{where}: of kvferry's engine, each rank has a pod of its own, and role.{role}.tensor_parallel_size is"
-                f" {wanted.tensor_parallel_size}"
+                f" {role_spec.tensor_parallel_size}"
             )
     _require_plain_workloads(fleet)
 
@@ -137,7 +137,13 @@ class _Rendering:
     def _parts(self) -> list[_Part]:
         fleet = self._fleet
         if fleet.unit is None:
-            return [_Part(fleet.name, None, {role: one.count for role, one in fleet.role.items() if role != "router"})]
+            return [
+                _Part(
+                    fleet.name,
+                    None,
+                    {role: role_spec.count for role, role_spec in fleet.role.items() if role != "router"},
+                )
+            ]
         members = dict(fleet.unit.members)
         return [_Part(f"{fleet.name}-{number}", number, members) for number in range(fleet.unit.count)]
 
@@ -207,10 +213,10 @@ class _Rendering:
         counts = dict(part.counts)
         if self._is_scaled:
             counts = {role: max(1, self._fleet.role[role].min) for role in counts}
-        least = sum(count * pod_of(self._fleet, role).hosts for role, count in counts.items())
+        min_members = sum(count * pod_of(self._fleet, role).hosts for role, count in counts.items())
         if self._kubernetes.gang == "volcano":
-            return self._object(_VOLCANO, "PodGroup", part.name, {"minMember": least})
-        policy = {"schedulingPolicy": {"gang": {"minCount": least}}}
+            return self._object(_VOLCANO, "PodGroup", part.name, {"minMember": min_members})
+        policy = {"schedulingPolicy": {"gang": {"minCount": min_members}}}
         return self._object(_SCHEDULING, "PodGroup", part.name, policy)
 
     def _service(self, name: str, selector: dict[str, str], *, headless: bool) -> Object:
@@ -235,7 +241,7 @@ class _Rendering:
         """Instances are reached by routers and by each other, routers by clients and instances; nothing else is."""
         fleet, http = self._fleet, [{"port": "http"}]
         router, controller = (
-            {"podSelector": {"matchLabels": labels_of(fleet, one)}} for one in ("router", "controller")
+            {"podSelector": {"matchLabels": labels_of(fleet, component)}} for component in ("router", "controller")
         )
         roles = sorted(fleet.role if fleet.unit is None else fleet.unit.members)
         instances = {
@@ -252,7 +258,7 @@ class _Rendering:
         rules: list[Object] = [{"from": [{"podSelector": instances}, controller], "ports": http}]
         if clients:
             allowed = [clients, *([_PROMETHEUS] if self._kubernetes.pod_monitor else [])]
-            peers = [{"namespaceSelector": {}, "podSelector": {"matchLabels": one}} for one in allowed]
+            peers = [{"namespaceSelector": {}, "podSelector": {"matchLabels": pod_labels}} for pod_labels in allowed]
             rules.append({"from": peers, "ports": http})
         else:
             rules = [{"ports": http}]
@@ -260,7 +266,7 @@ class _Rendering:
         yield self._object("networking.k8s.io/v1", "NetworkPolicy", f"{fleet.name}-router", spec)
 
     def _pod_monitor(self) -> Object:
-        """The routers' metrics, and through them those of all instances, which Prometheus need not reach."""
+        """A monitor of the routers' metrics, which include all instances', so that Prometheus need not reach them."""
         endpoint = {"port": "http", "path": "/metrics", "params": {"instances": ["all"]}}
         spec = {
             "selector": {"matchLabels": labels_of(self._fleet, "router")},
@@ -274,5 +280,5 @@ class _Rendering:
     ) -> Object:
         namespace = self._values.namespace(self._kubernetes.namespace)
         metadata = {"name": name, "namespace": namespace, "labels": labels_of(self._fleet)}
-        found: Object = {"apiVersion": version, "kind": kind, "metadata": metadata, **(more or {})}
-        return found if spec is None else {**found, "spec": spec}
+        rendered: Object = {"apiVersion": version, "kind": kind, "metadata": metadata, **(more or {})}
+        return rendered if spec is None else {**rendered, "spec": spec}

@@ -1,5 +1,5 @@
-"""What differs between two deployments of one fleet. It is written into manifests as it is, or into a chart's
-`values.yaml`, with an expression of Helm's where it is used."""
+"""The values that differ between two deployments of one fleet: written into manifests directly, or into a chart's
+`values.yaml`, with an expression of Helm's where they are used."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _MARKED = re.compile(r"helm-expression-(\d+)-")
 _QUOTED = re.compile(r'"(helm-expression-\d+-)"')
 
 
-class _Whole(yaml.SafeDumper):
-    """Writes what is there twice twice, instead of a reference to the first, and lines as lines."""
+class _ManifestDumper(yaml.SafeDumper):
+    """Writes repeated values in full instead of as references, and texts with several lines as blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _as_it_is(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Whole.add_representer(str, _as_it_is)
+_ManifestDumper.add_representer(str, _represent_text)
 
 
 class Values:
-    """`chart`: whether expressions are written. `tree` then has the values of `values.yaml`."""
+    """`chart`: write expressions; `tree` then has the values of `values.yaml`."""
 
     def __init__(self, *, chart: bool = False) -> None:
         self.chart = chart
@@ -42,8 +42,8 @@ class Values:
             return value
         *tables, name = path.split(".")
         table = self.tree
-        for one in tables:
-            table = table.setdefault(one, {})
+        for key in tables:
+            table = table.setdefault(key, {})
         table[name] = value
         return self._expression(f"toJson .Values.{path}")
 
@@ -63,11 +63,11 @@ class Values:
         return self.namespace(name) if self.chart else json.dumps(name)
 
     def within_text(self, name: str) -> str:
-        """The same within another text, as it is."""
+        """The namespace within another text, without quotes."""
         return self._expression(".Release.Namespace") if self.chart else name
 
     def within(self, text: str) -> str:
-        """A text of JSON or TOML in which values are strings; they become what they are."""
+        """A text of JSON or TOML in which values are strings; they get their own types."""
         return _QUOTED.sub(r"\1", text)
 
     def _expression(self, text: str) -> str:
@@ -76,11 +76,11 @@ class Values:
 
     def write(self, objects: list[dict[str, Any]]) -> str:
         """The objects as YAML."""
-        text = yaml.dump_all(objects, Dumper=_Whole, sort_keys=False, width=120, explicit_start=True)
-        return _MARKED.sub(lambda found: "{{ " + self._expressions[int(found[1])] + " }}", text)
+        text = yaml.dump_all(objects, Dumper=_ManifestDumper, sort_keys=False, width=120, explicit_start=True)
+        return _MARKED.sub(lambda match: "{{ " + self._expressions[int(match[1])] + " }}", text)
 
 
 def write_values(tree: dict[str, Any]) -> str:
     """`values.yaml`."""
-    text: str = yaml.dump(tree, Dumper=_Whole, sort_keys=False, width=120)
+    text: str = yaml.dump(tree, Dumper=_ManifestDumper, sort_keys=False, width=120)
     return text
