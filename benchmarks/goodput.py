@@ -82,8 +82,8 @@ def adapting(targets: LatencyTargets) -> ScalingRules:
     most = NUM_INSTANCES - 1
     return ScalingRules(
         targets=targets,
-        least=Counts(1, 1),
-        most=Counts(most, most),
+        min_counts=Counts(1, 1),
+        max_counts=Counts(most, most),
         budget=NUM_INSTANCES,
         overflows=True,
         switches=frozenset({("prefill", "decode"), ("decode", "prefill")}),

@@ -82,8 +82,8 @@ class ScaledFleet:
         """The spec with these counts. Where routers know the targets and `[scale]` does not decide, its bounds leave it
         no choice."""
         rules = self._rule.rules if isinstance(self._rule, Kvferry) else RULES
-        least, budget = (rules.least, rules.budget) if self._is_followed else (counts, counts.total)
-        bounds = {PREFILL: (least.prefill, rules.most.prefill), DECODE: (least.decode, rules.most.decode)}
+        least, budget = (rules.min_counts, rules.budget) if self._is_followed else (counts, counts.total)
+        bounds = {PREFILL: (least.prefill, rules.max_counts.prefill), DECODE: (least.decode, rules.max_counts.decode)}
         role = {
             name: {"count": count, "min": bounds[name][0], "max": bounds[name][1], "can_be": [other]}
             for name, count, other in ((PREFILL, counts.prefill, DECODE), (DECODE, counts.decode, PREFILL))

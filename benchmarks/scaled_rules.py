@@ -39,8 +39,8 @@ TIMES = PhaseTimes(0.006, 40e-6, 0.004, 150e-6, first_token_s=0.003, max_sequenc
 """What the clairvoyant takes for granted until it was measured."""
 RULES = ScalingRules(
     targets=TARGETS,
-    least=Counts(1, 1),
-    most=Counts(MOST, MOST),
+    min_counts=Counts(1, 1),
+    max_counts=Counts(MOST, MOST),
     budget=2 * MOST,
     goal=GOAL,
     overflows=True,
@@ -98,7 +98,7 @@ class Kvferry(Rule):
     def _measured(self, seen: Seen) -> MeasuredTraffic:
         if self._measuring is None:
             self._measuring = TrafficMeter(INTERVAL_S, seen.now)
-        self._measuring.note({"router": seen.report}, {}, seen.now, 0.0)
+        self._measuring.record({"router": seen.report}, {}, seen.now, 0.0)
         room = DecodeCapacity(INSTANCE.num_blocks * INSTANCE.block_size, INSTANCE.max_num_seqs)
         found = self._measuring.measured(room, seen.now)
         since = max(self._memory.changed_at, seen.now - RECENT_S)

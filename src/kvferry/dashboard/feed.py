@@ -48,7 +48,7 @@ class PageSource(Protocol):
 
 
 class FeedSettings(msgspec.Struct, frozen=True):
-    """How often pages are updated, and how much they are shown. Times in seconds."""
+    """Update interval and size limits of pages. Times in seconds."""
 
     tick_s: float = 2.0
     history_s: float = 600.0
@@ -59,7 +59,7 @@ class FeedSettings(msgspec.Struct, frozen=True):
     """Requests in one tick; at a higher rate, a page shows the newest of them."""
     max_events: int = 200
     max_lag: int = 8
-    """Deltas that wait for a slow page before it is disconnected; it then connects anew."""
+    """Deltas that wait for a slow page before it is disconnected; it then connects again."""
     metrics_per_s: float = 10.0
     """Instances whose metrics are read in a second, at most; at least one tick passes in between."""
     verdict_s: float = 20.0
@@ -90,7 +90,7 @@ class Page:
 
 
 class Feed:
-    """Owns the task that looks while pages are open. Used from the server's event loop only."""
+    """Owns the task that collects changes while pages are open. Used from the server's event loop only."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Feed:
         self._plan: FleetPlan | None = None
         self._models: list[str] = []
         self._verdict = ""
-        self._scraped_at = self._judged_at = self._looked_at = float("-inf")
+        self._scraped_at = self._judged_at = self._updated_at = float("-inf")
         self._lock = asyncio.Lock()
 
     @property
@@ -133,7 +133,7 @@ class Feed:
         self._pages.add(page)  # before the first await: `is_full` counts it
         try:
             async with self._lock:
-                if self._clock.monotonic() - self._looked_at > 2 * self._settings.tick_s:
+                if self._clock.monotonic() - self._updated_at > 2 * self._settings.tick_s:
                     await self._begin()
                 snapshot = self._snapshot()
                 page.queue = asyncio.Queue(self._settings.max_lag)  # what was sent before is in the snapshot
@@ -146,7 +146,7 @@ class Feed:
         return page, snapshot
 
     def close(self, page: Page) -> None:
-        """The page is gone; with the last one, looking ends."""
+        """Remove a page; with the last one, the task ends."""
         self._pages.discard(page)
         if not self._pages and self._task is not None:
             self._task.cancel()
@@ -157,9 +157,9 @@ class Feed:
             await asyncio.sleep(self._settings.tick_s)
             try:
                 async with self._lock:
-                    delta = await self._look()
+                    delta = await self._update()
             except Exception:
-                # A page must not end because one look failed; the next one comes in a moment.
+                # A page must not end because one update failed; the next one comes in a moment.
                 logger.exception("the page could not be updated")
                 continue
             event = encode_event(delta)
@@ -167,7 +167,7 @@ class Feed:
                 page.put(event)
 
     async def _begin(self) -> None:
-        """Forget everything and look anew, as nobody has looked for a while."""
+        """Start again from empty state, as no page was open for a while."""
         settings = self._settings
         report = await self._source.traffic(settings.history_s)
         self._points.clear()
@@ -177,25 +177,25 @@ class Feed:
         self._scraped_at = self._judged_at = float("-inf")
         self._models = await self._source.models()
         for decision in reversed(await self._source.decisions(settings.max_requests)):
-            self._note_request(decision)
-        await self._look(is_first=True)
+            self._record_request(decision)
+        await self._update(is_first=True)
 
-    async def _look(self, *, is_first: bool = False) -> dict[str, Any]:
-        """Everything that has changed since the last look."""
+    async def _update(self, *, is_first: bool = False) -> dict[str, Any]:
+        """All changes since the last update."""
         settings, now = self._settings, self._clock.wall()
-        seconds = settings.tick_s if is_first else max(0.001, self._clock.monotonic() - self._looked_at)
-        self._looked_at = self._clock.monotonic()
+        seconds = settings.tick_s if is_first else max(0.001, self._clock.monotonic() - self._updated_at)
+        self._updated_at = self._clock.monotonic()
         figures, figure_seconds = await self._scrape()
         changed, events = self._compare(await self._source.instances(), now, is_first=is_first)
         report = await self._source.traffic(settings.history_s)
         requests = []
         if not is_first:
             for decision in reversed(await self._source.decisions(settings.max_changes)):
-                if self._note_request(decision):
+                if self._record_request(decision):
                     requests.append(decision)
             point = make_point(report.now, seconds, report.requests, figures, figure_seconds, report.num_waiting)
             self._points.append(point)
-        events += await self._look_at_plan()
+        events += await self._compare_plan()
         self._events.extend(events)
         delta: dict[str, Any] = {"type": "delta", "now": now, "instances": changed}
         if requests:
@@ -204,7 +204,7 @@ class Feed:
             delta["events"] = events
         if not is_first:
             delta["point"] = self._points[-1]
-        if await self._judge_again(report):
+        if await self._update_verdict(report):
             delta["verdict"] = self._verdict
         return delta
 
@@ -230,7 +230,7 @@ class Feed:
     def _compare(
         self, views: list[dict[str, Any]], now: float, *, is_first: bool
     ) -> tuple[dict[str, Any], list[PageEvent]]:
-        """The changed fields of each instance by name (None: it is gone), and what that means in words."""
+        """The changed fields of each instance by name (None: it is gone), and the events for them."""
         changed: dict[str, Any] = {}
         events: list[PageEvent] = []
         current: dict[str, dict[str, Any]] = {}
@@ -255,7 +255,7 @@ class Feed:
         self._instances = current
         return changed, events
 
-    def _note_request(self, decision: dict[str, Any]) -> bool:
+    def _record_request(self, decision: dict[str, Any]) -> bool:
         """Keep the record of a request; True if it has changed."""
         name, encoded = str(decision["request_id"]), msgspec.json.encode(decision)
         if self._sent.get(name) == encoded:
@@ -267,20 +267,20 @@ class Feed:
             del self._requests[oldest], self._sent[oldest]
         return True
 
-    async def _look_at_plan(self) -> list[PageEvent]:
+    async def _compare_plan(self) -> list[PageEvent]:
         plan = await self._source.plan()
         before, self._plan = self._plan, plan
         if plan is None or plan == before:
             return []
-        known = set() if before is None else {(decided.at, decided.what) for decided in before.decisions}
+        reported = set() if before is None else {(decided.at, decided.what) for decided in before.decisions}
         return [
             PageEvent(decided.at, f"scaling: {decided.what} ({decided.why})")
             for decided in plan.decisions
-            if (decided.at, decided.what) not in known
+            if (decided.at, decided.what) not in reported
         ]
 
-    async def _judge_again(self, report: TrafficReport) -> bool:
-        """Form the sentence about these minutes anew if it is time; True if it has changed."""
+    async def _update_verdict(self, report: TrafficReport) -> bool:
+        """Judge these minutes again if it is time; True if the sentence has changed."""
         now = self._clock.monotonic()
         if self._judge is None or now - self._judged_at < self._settings.verdict_s:
             return False
@@ -310,7 +310,7 @@ class Feed:
 
 
 def _events_of(name: str, before: Mapping[str, Any] | None, after: Mapping[str, Any], now: float) -> list[PageEvent]:
-    """What the change of an instance means, in words."""
+    """The events of an instance's change, in words."""
     if before is None:
         return [PageEvent(now, f"{name} was added ({after.get('role')})")]
     events = []

@@ -84,7 +84,7 @@ def gauges(figures: Figures) -> dict[str, float]:
 
 
 def increase(before: Figures, after: Figures) -> Figures:
-    """What the counters grew by; all of `after` where the process is another one, as its counters began anew."""
+    """The increase of the counters; all of `after` if the process has restarted, as its counters began at 0."""
     restarted = any(value < before.values.get(name, 0.0) for name, value in after.values.items() if name not in _GAUGES)
     if restarted:
         before = Figures()

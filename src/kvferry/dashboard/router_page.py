@@ -1,4 +1,4 @@
-"""The page of a router: what it knows of its instances and requests, and a sentence about them."""
+"""The page of a router: its instances and requests, and a sentence about them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.router.instances.instance import Instance
 from kvferry.router.siblings import SiblingRouters
 
 _DEFAULT_TTFT_S, _DEFAULT_ITL_S = 2.0, 0.05
-"""The targets of the sentence where the fleet has none; the same as those of `kvferry why`."""
+"""The targets of the sentence where the fleet has none, as in `kvferry why`."""
 
 
 class RouterSource:
@@ -77,12 +77,12 @@ def judge(report: TrafficReport, views: list[dict[str, Any]], plan: FleetPlan | 
     decoding = [view for view in alive if view.get("role") == "decode"]
     counts = Counts(len(alive) - len(decoding), len(decoding))
     facts = [view.get("facts") or {} for view in decoding]
-    room = DecodeCapacity.smallest(
+    capacity = DecodeCapacity.smallest(
         (int(fact.get("num_kv_tokens") or 0), int(fact.get("max_num_seqs") or 0)) for fact in facts
     )
     ttft_s, itl_s = (plan.ttft_s, plan.itl_s) if plan is not None and plan.ttft_s and plan.itl_s else (0.0, 0.0)
     targets = LatencyTargets(ttft_s or _DEFAULT_TTFT_S, itl_s or _DEFAULT_ITL_S)
-    verdict = judge_report(report, counts, targets, room=room)
+    verdict = judge_report(report, counts, targets, capacity=capacity)
     return "" if verdict is None else verdict.sentence()
 
 

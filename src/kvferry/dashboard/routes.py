@@ -24,7 +24,7 @@ PAGE_PATH, FEED_PATH = "/", "/kvferry/page/feed"
 
 _PART = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 _ALIVE_S = 10.0
-"""How long nothing is sent before a comment shows a proxy that the stream is in use."""
+"""Seconds without an event before a comment is sent, which shows a proxy that the stream is in use."""
 
 
 class PageDocument(NamedTuple):
@@ -35,7 +35,7 @@ class PageDocument(NamedTuple):
 
 
 def read_document() -> PageDocument:
-    """The page as it lies in the package."""
+    """The page of the package."""
     text = files("kvferry.dashboard").joinpath("page.html").read_text("utf-8")
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for kind, content in _PART.findall(text):
@@ -71,7 +71,7 @@ class PageRoutes:
         ]
 
     def routes(self) -> list[Route]:
-        """Served beside the server's other routes."""
+        """The page's routes, to be served beside the server's other ones."""
         return [Route("GET", PAGE_PATH, self.show_page, "page"), Route("GET", FEED_PATH, self.follow, "probe")]
 
     async def show_page(self, request: HttpRequest, response: Response) -> None:

@@ -15,7 +15,7 @@ class Point(msgspec.Struct, omit_defaults=True):
     """The requests whose first token came within some seconds before `at` (seconds since 1970). Times are in ms, rates
     a second; None: there was nothing to measure.
 
-    `queue`, `prefill`, `hand_off`, `decode_queue`, `aggregated`: where first tokens waited, each a mean over the
+    `queue`, `prefill`, `hand_off`, `decode_queue`, `aggregated`: parts of the time to first token, each a mean over the
     requests. `aggregated`: the whole wait of requests that one instance served. `hand_off` ends with D's first token,
     less `decode_queue` where D's metrics show it. `hits`: share of the prompts' tokens that were not computed.
     """

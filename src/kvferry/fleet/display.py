@@ -1,4 +1,4 @@
-"""What a user sees while a fleet starts, runs and stops.
+"""The output for a user while a fleet starts, runs and stops.
 
 The URL goes to standard output, for scripts; everything else goes to standard error.
 """
@@ -23,7 +23,8 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 class Display(Protocol):
-    """Shows what the processes of a fleet do. Methods are called in order, as it happens. `name`: a process's name."""
+    """Shows the events of a fleet's processes. Methods are called in order, as they happen. `name`: a process's
+    name."""
 
     def starting(self, names: Sequence[str]) -> None:
         """Called when these processes are being started."""
@@ -50,7 +51,7 @@ class Display(Protocol):
         """Everything is being stopped, as a user requested; `text` says by what, and how long it takes."""
 
     def error(self, text: str) -> None:
-        """Why everything is stopped."""
+        """The reason why everything is stopped."""
 
     def close(self) -> None:
         """End the display, and restore the terminal."""
@@ -85,13 +86,13 @@ class PlainDisplay:
             self.note(line)
 
     def up(self, url: str) -> None:
-        _say(f"kvferry is up: {url}", to_stdout=True)
+        _write_line(f"kvferry is up: {url}", to_stdout=True)
 
     def line(self, name: str, text: str) -> None:
-        _say(f"[{name}] {text}")
+        _write_line(f"[{name}] {text}")
 
     def note(self, text: str) -> None:
-        _say(f"kvferry: {text}")
+        _write_line(f"kvferry: {text}")
 
     def stopping(self, text: str) -> None:
         self.note(text)
@@ -108,13 +109,13 @@ class JsonDisplay(PlainDisplay):
     one."""
 
     def line(self, name: str, text: str) -> None:
-        _say(text if _is_object(text) else json_line(name, text))
+        _write_line(text if _is_object(text) else json_line(name, text))
 
     def note(self, text: str) -> None:
-        _say(json_line("supervisor", text))
+        _write_line(json_line("supervisor", text))
 
     def error(self, text: str) -> None:
-        _say(json_line("supervisor", text, "error"))
+        _write_line(json_line("supervisor", text, "error"))
 
 
 class ReportingDisplay(PlainDisplay):
@@ -171,7 +172,7 @@ class BarDisplay:
 
     def up(self, url: str) -> None:
         self._end_bars()
-        _say(f"kvferry is up: {url}", to_stdout=True)
+        _write_line(f"kvferry is up: {url}", to_stdout=True)
         self.note("Ctrl-C ends everything")
 
     def line(self, name: str, text: str) -> None:
@@ -212,8 +213,8 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _say(text: str, *, to_stdout: bool = False) -> None:
-    """Write a line. If it cannot be written, as nobody reads any more, it is dropped."""
+def _write_line(text: str, *, to_stdout: bool = False) -> None:
+    """Write a line. If the reader is gone, it is dropped."""
     stream = sys.stdout if to_stdout else sys.stderr
     with suppress(OSError):
         stream.write(text + "\n")

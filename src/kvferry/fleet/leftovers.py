@@ -1,4 +1,4 @@
-"""Removes the in-memory folders of fleets whose processes were all killed at once, and so could not do it."""
+"""Removes the in-memory folders of fleets whose processes were all killed at once, and could not remove them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.places import LEDGER, PREFIX
 
 _NEW_S = 60.0
-"""Age in seconds up to which a folder may be a new one, whose lease nobody has yet."""
+"""Age in seconds up to which a folder may be a new one, whose lock is not held yet."""
 
 
 def remove_leftovers(root: Path | None = None) -> None:
-    """Remove this user's folders in which no controller acts and no member runs: each is known by its process's number
-    and start time. What a fleet is to be is kept elsewhere, so it can be resumed. `root`: where the folders are;
+    """Remove this user's folders in which no controller acts and no member runs, by the recorded process ids and start
+    times. The desired state of a fleet is stored elsewhere, so it can be resumed. `root`: parent of the folders;
     default: in memory."""
     for folder in (root or Path(memory_folder() or tempfile.gettempdir())).glob(f"{PREFIX}*"):
         with suppress(OSError):  # another process removes it too, or it is another user's
@@ -34,10 +34,10 @@ def _is_over(folder: Path) -> bool:
     if ledger is None or ledger.has_controller:
         return False
     paths = [folder, folder / "members", ledger.folder]
-    changed = max(one.stat().st_mtime for one in paths if one.exists())
+    changed = max(path.stat().st_mtime for path in paths if path.exists())
     if SYSTEM_CLOCK.wall() - changed <= _NEW_S:
         return False
-    return not any(one.pid() is not None for one in _members(folder))
+    return not any(member.pid() is not None for member in _members(folder))
 
 
 def _ledger_of(folder: Path) -> Ledger | None:

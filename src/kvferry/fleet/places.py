@@ -1,4 +1,4 @@
-"""Where this user's fleets are kept on this machine."""
+"""The folders of this user's fleets on this machine."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def fleet_names() -> list[str]:
     """This user's fleets, including those that are being deleted. Raises `ConfigError`."""
     folder = state_folder() / "fleets"
     try:
-        return sorted(one.name for one in folder.iterdir() if Ledger(one).exists) if folder.is_dir() else []
+        return sorted(path.name for path in folder.iterdir() if Ledger(path).exists) if folder.is_dir() else []
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read: {error.strerror or error}") from error
 
 
 def running_path(ledger: Ledger) -> Path:
     """The folder in memory that describes a fleet's running processes; like them, it is gone after a reboot. Its name
-    is drawn, and kept in the ledger: nobody else can take it first."""
+    is random, and stored in the ledger, so that no other user can make it first."""
     root = Path(memory_folder() or tempfile.gettempdir())
     try:
         name = (ledger.folder / _RUNNING).read_text(encoding="utf-8")

@@ -31,8 +31,8 @@ LENGTHS = [(prompt, output) for _, prompt, output in poisson(1, 1.0, 300, prompt
 SWITCHES = frozenset({("prefill", "decode"), ("decode", "prefill")})
 RULES = ScalingRules(
     targets=LatencyTargets(ttft_s=1.5, itl_s=0.045),
-    least=Counts(1, 1),
-    most=Counts(8, 8),
+    min_counts=Counts(1, 1),
+    max_counts=Counts(8, 8),
     budget=12,
     goal=0.95,
     cool_down_s=60.0,
@@ -232,7 +232,7 @@ def test_demand_counts_although_nothing_is_finished() -> None:
     ]  # fmt: skip
     stuck = [RequestObservation(-60.0 + one / 8, 2000, 2000, **times, first_s=0.3) for one in range(480)]
     known = TrafficMeter(5.0, -200.0)
-    known.note({"router": TrafficReport(0.0, 520, 0, [*ended, *stuck])}, {}, 0.0, 0.0)
+    known.record({"router": TrafficReport(0.0, 520, 0, [*ended, *stuck])}, {}, 0.0, 0.0)
     made = decide(RULES, memory(1, 1), known.measured(DecodeCapacity(), 0.0), FleetSnapshot(Counts(1, 1)), 0.0)
     assert made.what in ("start", "role")
 
@@ -243,7 +243,7 @@ def test_demand_counts_although_nothing_is_finished() -> None:
 )
 def test_a_target_out_of_reach_does_not_grow_the_fleet_for_ever(targets: LatencyTargets) -> None:
     """dynamo #6145, #11624: one step takes longer than the target, however many there are."""
-    rules = replace(RULES, targets=targets, budget=1000, most=Counts(500, 500))
+    rules = replace(RULES, targets=targets, budget=1000, max_counts=Counts(500, 500))
     made = settled(rules, memory(1, 1), measured(2.0))
     assert made[-1].what == "unreachable"
     assert "95 % cannot be kept within the limits; the best is " in made[-1].why
@@ -282,7 +282,7 @@ def test_nothing_is_released_while_something_drains_or_starts() -> None:
 
 def test_no_role_is_without_the_other() -> None:
     """grove #676: zero is for both at once, or for none."""
-    rules = replace(RULES, least=NOTHING, idle_s=300.0)
+    rules = replace(RULES, min_counts=NOTHING, idle_s=300.0)
     for rate in (0.01, 0.5, 2.0):
         for made in settled(rules, memory(3, 3), measured(rate)):
             counts = made.memory.counts
@@ -294,7 +294,7 @@ def test_no_role_is_without_the_other() -> None:
     assert (asleep.what, asleep.memory.counts) == ("hold", NOTHING)
     woken = decide(rules, made.memory, replace(idle, idle_s=0.0, num_waiting=1), FleetSnapshot(NOTHING), 20.0)
     assert (woken.what, woken.memory.counts) == ("wake", Counts(1, 1))
-    kept = replace(rules, least=Counts(0, 1))
+    kept = replace(rules, min_counts=Counts(0, 1))
     assert decide(kept, memory(1, 1), idle, FleetSnapshot(Counts(1, 1)), 0.0).memory.counts != NOTHING
 
 
@@ -308,18 +308,18 @@ def test_ratios_costs_and_units_are_kept() -> None:
         assert one.prefill + 4 * one.decode <= 20
     prices = [rules.price(one) for one in rules.topologies]
     assert prices == sorted(prices)
-    units = replace(RULES, unit=Counts(1, 2), least=Counts(0, 0), most=Counts(4, 8), budget=9)
+    units = replace(RULES, unit=Counts(1, 2), min_counts=Counts(0, 0), max_counts=Counts(4, 8), budget=9)
     assert units.topologies == (Counts(1, 2), Counts(2, 4), Counts(3, 6))
 
 
 def test_counts_beyond_changed_limits_come_back_within() -> None:
-    rules = replace(RULES, most=Counts(2, 2))
+    rules = replace(RULES, max_counts=Counts(2, 2))
     made = decide(rules, memory(5, 1), measured(1.0), FleetSnapshot(Counts(5, 1)), 0.0)
     assert (made.what, made.memory.counts) == ("limits", Counts(2, 1))
 
 
 def test_instances_for_both_phases_are_scaled_alone() -> None:
-    rules = replace(RULES, least=Counts(0, 1), most=Counts(0, 8), aggregate=True, goal=0.9)
+    rules = replace(RULES, min_counts=Counts(0, 1), max_counts=Counts(0, 8), aggregate=True, goal=0.9)
     found = settled(rules, memory(0, 1), measured(3.0))[-1].memory.counts
     assert found.prefill == 0
     assert found.decode > 1

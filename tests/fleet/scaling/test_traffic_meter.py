@@ -75,7 +75,7 @@ def test_what_was_kept_lately() -> None:
     ]
     measuring = TrafficMeter(10.0, NOW)
     assert measuring.attained(targets, NOW - 60.0, NOW) == TargetShare(0.0, 0)
-    measuring.note({"r": report(requests)}, {}, NOW, 0.0)
+    measuring.record({"r": report(requests)}, {}, NOW, 0.0)
     assert measuring.attained(targets, NOW - 60.0, NOW) == TargetShare(1 / 5, 5)
     assert measuring.attained(targets, NOW - 100.0, NOW) == TargetShare(1 / 6, 6)
 
@@ -83,19 +83,19 @@ def test_what_was_kept_lately() -> None:
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])
 def test_a_clock_that_is_set_is_no_pause_and_brings_nothing_back(step_s: float) -> None:
     old, measuring = some(200), TrafficMeter(10.0, NOW)
-    measuring.note({"r": report(old)}, {}, NOW, 0.0)
+    measuring.record({"r": report(old)}, {}, NOW, 0.0)
     before = measuring.measured(DecodeCapacity(), NOW)
     assert before.workload is not None
     now = NOW + step_s
     measuring.clock_was_set(now)
     new = some(150, step_s + 1, step_s + 19)
-    measuring.note({"r": report([*old, *new][-200:], 350)}, {}, now + 20, 0.0)
+    measuring.record({"r": report([*old, *new][-200:], 350)}, {}, now + 20, 0.0)
     after = measuring.measured(DecodeCapacity(), now + 20)
     assert (after.num_known, after.idle_s) == (150, 0.0)
     assert list(after.demand.counts)[-2:] == [75.0, 75.0]
     assert after.workload is not None
     assert len(after.workload.arrivals) == 150
-    measuring.note({"r": report([*old, *new][-200:], 350)}, {}, now + 3590, 0.0)
+    measuring.record({"r": report([*old, *new][-200:], 350)}, {}, now + 3590, 0.0)
     assert measuring.measured(DecodeCapacity(), now + 3590).num_known == 150, "although it is that time again"
 
 
@@ -183,8 +183,8 @@ def test_prompts_that_decode_instances_compute_make_no_step_longer() -> None:
 
 def test_requests_are_kept_longer_than_routers_report_them() -> None:
     made = TrafficMeter(5.0, NOW - 400.0)
-    made.note({"a": report(some(60, from_s=-390.0, to_s=-300.0))}, {}, NOW - 295.0, 0.0)
-    made.note({"a": report(some(50, from_s=-100.0, to_s=-20.0))}, {}, NOW, 0.0)
+    made.record({"a": report(some(60, from_s=-390.0, to_s=-300.0))}, {}, NOW - 295.0, 0.0)
+    made.record({"a": report(some(50, from_s=-100.0, to_s=-20.0))}, {}, NOW, 0.0)
     found = made.measured(DecodeCapacity(), NOW)
     assert found.workload is not None
     assert len(found.workload.arrivals) == 110
@@ -193,14 +193,14 @@ def test_requests_are_kept_longer_than_routers_report_them() -> None:
 
 def test_arrivals_are_counted_over_routers_and_their_ends() -> None:
     made = TrafficMeter(5.0, NOW)
-    made.note({"a": report([], 100), "b": report([], 40)}, {}, NOW, 0.0)
-    made.note({"a": report([], 110), "b": report([], 45)}, {}, NOW + 5, 0.0)
+    made.record({"a": report([], 100), "b": report([], 40)}, {}, NOW, 0.0)
+    made.record({"a": report([], 110), "b": report([], 45)}, {}, NOW + 5, 0.0)
     assert made.measured(DecodeCapacity(), NOW + 5).demand.counts == (15.0,)
-    made.note({"a": report([], 112), "c": report([], 3)}, {}, NOW + 10, 0.0)  # b is gone, c is new
+    made.record({"a": report([], 112), "c": report([], 3)}, {}, NOW + 10, 0.0)  # b is gone, c is new
     assert made.measured(DecodeCapacity(), NOW + 10).demand.counts == (15.0, 5.0)
-    made.note({"a": report([], 2), "c": report([], 3)}, {}, NOW + 15, 0.0)  # a has started again
+    made.record({"a": report([], 2), "c": report([], 3)}, {}, NOW + 15, 0.0)  # a has started again
     assert made.measured(DecodeCapacity(), NOW + 15).demand.counts[-1] == 2.0
-    made.note({"a": report([], 2), "c": report([], 3)}, {}, NOW + 25, 0.0)
+    made.record({"a": report([], 2), "c": report([], 3)}, {}, NOW + 25, 0.0)
     found = made.measured(DecodeCapacity(), NOW + 25)
     assert found.demand.counts[-2:] == (0.0, 0.0)
     assert found.idle_s == 10.0
@@ -208,7 +208,7 @@ def test_arrivals_are_counted_over_routers_and_their_ends() -> None:
 
 def test_a_new_controller_knows_what_came_before_it() -> None:
     made = TrafficMeter(5.0, NOW)
-    made.note({"a": report(some(120))}, {}, NOW, 0.0)
+    made.record({"a": report(some(120))}, {}, NOW, 0.0)
     found = made.measured(DecodeCapacity(), NOW)
     assert sum(found.demand.counts) == 120
     assert found.idle_s == pytest.approx(10.0, abs=5.0)
@@ -221,11 +221,11 @@ def test_what_an_instance_does_at_first_is_not_counted() -> None:
     """dynamo #12430: the first requests of a process are slow."""
     cold = some(50, from_s=-18.0, to_s=-12.0, prefill_s=30.0)
     made = TrafficMeter(5.0, NOW)
-    made.note({"a": report(cold)}, {"p-0": NOW - 20.0}, NOW, 10.0)
+    made.record({"a": report(cold)}, {"p-0": NOW - 20.0}, NOW, 10.0)
     found = made.measured(DecodeCapacity(), NOW)
     assert (found.num_known, found.workload, found.times) == (0, None, None)
     warm = some(50, from_s=-9.0, to_s=-1.0)
-    made.note({"a": report([*cold, *warm])}, {"p-0": NOW - 20.0}, NOW, 10.0)
+    made.record({"a": report([*cold, *warm])}, {"p-0": NOW - 20.0}, NOW, 10.0)
     found = made.measured(DecodeCapacity(), NOW)
     assert found.num_known == 50
     assert found.times is not None
@@ -234,8 +234,8 @@ def test_what_an_instance_does_at_first_is_not_counted() -> None:
 
 def test_what_is_known_stays_known_when_nothing_comes() -> None:
     made = TrafficMeter(5.0, NOW)
-    made.note({"a": report(some(50))}, {}, NOW, 10.0)
-    made.note({"a": report([], 50)}, {}, NOW + 4000, 10.0)
+    made.record({"a": report(some(50))}, {}, NOW, 10.0)
+    made.record({"a": report([], 50)}, {}, NOW + 4000, 10.0)
     found = made.measured(DecodeCapacity(), NOW + 4000)
     assert found.workload is not None
     assert found.workload.rate < 0.001

@@ -39,7 +39,7 @@ def test_long_prompts_beside_answers_with_a_tight_target_are_worth_two_roles() -
     asked = report(4.0, 3000, 150, 3000)[1]
     split, whole = (
         simulate(TIMES, targets, Topology(one.prefill, one.decode), asked)[0]
-        for one in (found.split.counts, found.whole.counts)
+        for one in (found.split.counts, found.aggregated.counts)
     )
     assert split > whole, "as in the simulation, event by event"
     assert found.stall_s[1] >= found.stall_s[0] > 0.1

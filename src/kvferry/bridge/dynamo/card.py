@@ -19,7 +19,7 @@ _CARDS = "mdc"
 
 
 class Runtime(msgspec.Struct, frozen=True):
-    """What a worker says of its size; 0 and None: nothing."""
+    """The size of a worker by its own report; 0 and None: not reported."""
 
     context_length: int | None = 0
     total_kv_blocks: int | None = 0

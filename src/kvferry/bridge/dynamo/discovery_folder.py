@@ -17,7 +17,7 @@ _LOCK = "lock"
 
 @contextmanager
 def discovery_folder(parent: Path | None = None, *, min_age_s: float = 60.0) -> Iterator[str]:
-    """Make the folder, and remove those of processes that were killed, whose locks the kernel has released.
+    """Make the folder, and remove folders of killed processes, whose locks the kernel has released.
     `parent`: None is the folder for temporary files. `min_age_s`: a younger folder without a lock is being made."""
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent, min_age_s)

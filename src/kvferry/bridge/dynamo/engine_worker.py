@@ -70,14 +70,14 @@ class WorkerRequest(msgspec.Struct):
     prefill_result: _PrefillResult | None = None
 
 
-def engine_request(given: Mapping[str, Any], front: EngineClient, *, prefills: bool) -> Request:
+def engine_request(message: Mapping[str, Any], front: EngineClient, *, prefills: bool) -> Request:
     """The request for kvferry's engine. `prefills`: it is to be handed off. Raises `InvalidRequest`."""
     try:
-        asked = msgspec.convert(given, WorkerRequest)
+        worker_request = msgspec.convert(message, WorkerRequest)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the request cannot be read: {error}") from error
-    stop, options, num = asked.stop_conditions, asked.sampling_options, len(asked.token_ids)
-    if not num or not are_tokens(asked.token_ids, front.vocab_size):
+    stop, options, num = worker_request.stop_conditions, worker_request.sampling_options, len(worker_request.token_ids)
+    if not num or not are_tokens(worker_request.token_ids, front.vocab_size):
         raise InvalidRequest("token_ids must be at least one id of the model's vocabulary", param="token_ids")
     if num >= front.max_model_len:
         raise ContextLengthExceeded(f"{num} tokens leave no room in a context of {front.max_model_len}")
@@ -91,21 +91,21 @@ def engine_request(given: Mapping[str, Any], front: EngineClient, *, prefills: b
         min_tokens=0 if prefills else stop.min_tokens or 0,
         ignore_eos=bool(stop.ignore_eos),
         stop_token_ids=tuple({*(stop.stop_token_ids or ()), *(stop.stop_token_ids_hidden or ())}),
-        logprobs=asked.output_options.logprobs,
-        prompt_logprobs=asked.output_options.prompt_logprobs,
+        logprobs=worker_request.output_options.logprobs,
+        prompt_logprobs=worker_request.output_options.prompt_logprobs,
     )
     sampling.validate()
     name = entropy.token_hex(16)
     return Request(
         request_id=f"dynamo-{name}",
-        prompt_token_ids=asked.token_ids,
+        prompt_token_ids=worker_request.token_ids,
         sampling=sampling,
-        hand_off=Produce(name) if prefills else _consumed(asked),
+        hand_off=Produce(name) if prefills else _consumed(worker_request),
     )
 
 
-def _consumed(asked: WorkerRequest) -> HandOff:
-    params = asked.prefill_result.disaggregated_params if asked.prefill_result else None
+def _consumed(worker_request: WorkerRequest) -> HandOff:
+    params = worker_request.prefill_result.disaggregated_params if worker_request.prefill_result else None
     ticket = (params or {}).get(TICKET)
     return parse_hand_off(ticket, "") if isinstance(ticket, dict) else None
 
@@ -114,8 +114,8 @@ def worker_output(output: EngineOutput) -> dict[str, Any]:
     """A piece of an answer as Dynamo's frontend reads it."""
     piece: dict[str, Any] = {"token_ids": output.token_ids}
     if output.logprobs:
-        piece["log_probs"] = [one.logprob for one in output.logprobs]
-        piece["top_logprobs"] = [_top(one) for one in output.logprobs]
+        piece["log_probs"] = [token.logprob for token in output.logprobs]
+        piece["top_logprobs"] = [_top(token) for token in output.logprobs]
     if output.finish_reason is not None:
         piece["finish_reason"] = {"stop": "stop", "length": "length"}.get(output.finish_reason, "cancelled")
     if output.kv_transfer_params is not None:
@@ -123,10 +123,11 @@ def worker_output(output: EngineOutput) -> dict[str, Any]:
     return piece
 
 
-def _top(one: TokenLogprobs) -> list[dict[str, Any]]:
-    likely = {**one.top, one.token_id: one.logprob}
+def _top(token: TokenLogprobs) -> list[dict[str, Any]]:
+    likely = {**token.top, token.token_id: token.logprob}
     return [
-        {"token_id": token, "logprob": value, "rank": rank} for rank, (token, value) in enumerate(likely.items(), 1)
+        {"token_id": token_id, "logprob": value, "rank": rank}
+        for rank, (token_id, value) in enumerate(likely.items(), 1)
     ]
 
 
@@ -151,12 +152,12 @@ class EngineWorker:
                     await endpoint.unregister_endpoint_instance()
             runtime.close()
 
-    async def generate(self, given: Mapping[str, Any], context: Any) -> AsyncGenerator[dict[str, Any]]:
+    async def generate(self, message: Mapping[str, Any], context: Any) -> AsyncGenerator[dict[str, Any]]:
         """Answer one request; Dynamo calls this. What it raises is the request's error there."""
         from dynamo._core import InvalidArgument
 
         try:
-            request = engine_request(given, self._front, prefills=self._prefills)
+            request = engine_request(message, self._front, prefills=self._prefills)
             outputs = cast(AsyncGenerator[EngineOutput], self._front.generate(request))
             async with aclosing(outputs):
                 async for output in _until_stopped(outputs, context):

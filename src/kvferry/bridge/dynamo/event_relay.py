@@ -1,4 +1,4 @@
-"""Publishes what a worker of Dynamo's reports of its KV cache on Dynamo's event plane, in vLLM's format.
+"""Publishes, in vLLM's format, the KV events of a worker of Dynamo's from Dynamo's event plane.
 
 Dynamo's events have hashes of the blocks' tokens, and not the tokens, by which kvferry's routers find prefixes. The
 relay has the tokens of the requests that were sent through this process. Blocks of other requests are left out, and so
@@ -74,7 +74,7 @@ _EVENTS = msgspec.msgpack.Decoder(list[_WorkerEvent])
 
 
 class KVEvents(Protocol):
-    """Where the KV events of a worker are published."""
+    """The KV events of a worker, and their address."""
 
     @property
     def address(self) -> EventsAddress | None:
@@ -88,7 +88,7 @@ class KVEvents(Protocol):
 
 
 class PublishedEvents:
-    """Events that the worker itself publishes in vLLM's format; None: it does not."""
+    """Events that the worker itself publishes in vLLM's format. `address`: None if it does not."""
 
     def __init__(self, address: EventsAddress | None = None) -> None:
         self.address = address
@@ -154,7 +154,7 @@ class EventRelay:
 
     @property
     def address(self) -> EventsAddress:
-        """Where the events are published again."""
+        """The address at which the events are published again."""
         addresses = self._publisher.addresses
         return EventsAddress(endpoint=addresses.endpoint, replay_endpoint=addresses.replay_endpoint)
 
@@ -208,7 +208,7 @@ class EventRelay:
         return [address for address in addresses if isinstance(address, str) and _is_address(address)]
 
     def apply(self, frames: Sequence[bytes]) -> None:
-        """Publish what one message says. One that cannot be read is left out."""
+        """Publish the events of one message. A malformed one clears the routers' view of the worker."""
         if len(frames) != 4:
             return
         _, publisher, number, content = frames
@@ -237,10 +237,10 @@ class EventRelay:
             return []
         names, tokens = list[int | bytes](), list[int]()
         for block in change.stored.blocks:
-            if (known := self._blocks.get(block.tokens_hash)) is None:
+            if (block_tokens := self._blocks.get(block.tokens_hash)) is None:
                 break
             names.append(block.block_hash)
-            tokens += known
+            tokens += block_tokens
         size, parent = self._blocks.block_size, change.stored.parent_hash
         if not names:
             return []

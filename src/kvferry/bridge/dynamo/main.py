@@ -1,5 +1,5 @@
 """The process that owns Dynamo's runtime for a router: each worker of its endpoints gets an OpenAI server on this
-machine, of which the router is told. It ends when its standard input does, which is when the router is gone.
+machine, whose URL is sent to the router. It ends when its standard input does, which is when the router is gone.
 
     python -m kvferry.bridge.dynamo.main        settings and news: `core.messages.dynamo`
 """
@@ -55,7 +55,7 @@ class Bridge:
         """Serve the workers until `ended` is set."""
         runtime = DynamoRuntime()
         try:
-            clients = [await runtime.client(one) for one in self._settings.endpoints]
+            clients = [await runtime.client(endpoint) for endpoint in self._settings.endpoints]
             async with asyncio.TaskGroup() as group:
                 while not ended.is_set():
                     self._reconcile(clients, group)
@@ -68,7 +68,7 @@ class Bridge:
             runtime.close()
 
     def _reconcile(self, clients: Iterable[WorkerClient], group: asyncio.TaskGroup) -> None:
-        """Serve workers that are new; `_serve` itself sees that one is gone."""
+        """Serve new workers; `_serve` ends by itself when a worker is gone."""
         for key in [key for key, task in self._served.items() if task.done()]:
             del self._served[key]
         for client in clients:
@@ -86,17 +86,17 @@ class Bridge:
             nonlocal news
             url = f"http://{authority(host, port)}"
             news = WorkerNews(url=url, worker=worker.engine_id, role=client.endpoint.role, state="up")
-            _tell(news)
+            _send_news(news)
 
-        def is_there() -> bool:
-            there = worker_id in client.worker_ids()
-            if not there and news is not None:  # before its server stops
-                _tell(msgspec.structs.replace(news, state="gone"))
-            return there
+        def is_registered() -> bool:
+            is_listed = worker_id in client.worker_ids()
+            if not is_listed and news is not None:  # before its server stops
+                _send_news(msgspec.structs.replace(news, state="gone"))
+            return is_listed
 
         try:
             worker = await open_worker(client, worker_id, lambda card: self._model(card.source_path))
-            await serve_worker(worker, is_there, listening, grace_s=self._grace_s, look_s=self._look_s)
+            await serve_worker(worker, is_registered, listening, grace_s=self._grace_s, look_s=self._look_s)
         except KvferryError as error:
             log.error("%s cannot be served: %s", name, error)
             await asyncio.sleep(self._again_s)  # it stays in `_served` meanwhile
@@ -113,8 +113,8 @@ class Bridge:
         return await asyncio.shield(task)
 
 
-def _tell(news: WorkerNews) -> None:
-    """Write a line for the router; one that is gone is seen at standard input."""
+def _send_news(news: WorkerNews) -> None:
+    """Write a line for the router; its end is noticed at standard input."""
     with suppress(OSError):
         os.write(sys.stdout.fileno(), msgspec.json.encode(news) + b"\n")
 

@@ -3,7 +3,7 @@
     python -m kvferry.bridge.dynamo.member ROLE NAME HOST PORT GRACE_S -- COMMAND…
 
 Without `DYN_DISCOVERY_BACKEND` in the environment, the worker is found through files of a private folder, and no etcd
-or NATS is needed. It has a namespace of its own in any case, by which it is told from others.
+or NATS is needed. It has a namespace of its own in any case, which distinguishes it from others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ EXIT_USER_ERROR = 2
 
 @dataclass(frozen=True)
 class MemberSettings:
-    """What to start, and where to serve it. `role`: prefill, decode or both."""
+    """The worker to start, and the address to serve it at. `role`: prefill, decode or both."""
 
     role: str
     name: str
@@ -66,7 +66,7 @@ class MemberSettings:
 
     @property
     def component(self) -> str:
-        """Where Dynamo's vLLM workers of this role register themselves."""
+        """The component at which Dynamo's vLLM workers of this role register themselves."""
         return "prefill" if self.role == "prefill" else "backend"
 
     def endpoint(self, namespace: str) -> DynamoEndpoint:
@@ -75,37 +75,41 @@ class MemberSettings:
         return DynamoEndpoint(namespace=namespace, component=self.component, role=role)
 
 
-def worker_environment(settings: MemberSettings, given: Mapping[str, str], folder: str) -> dict[str, str]:
+def worker_environment(settings: MemberSettings, environment: Mapping[str, str], folder: str) -> dict[str, str]:
     """Variables for the worker and for the runtime here, beside those that are `given`."""
     own = {"DYN_NAMESPACE": f"kvferry-{settings.name}-{entropy.token_hex(4)}", "DYN_SELF_HOST_METADATA": "0"}
-    if "DYN_DISCOVERY_BACKEND" not in given:
+    if "DYN_DISCOVERY_BACKEND" not in environment:
         own |= {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": folder}
         own |= {"DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
         own |= dict.fromkeys(_ANYWHERE, settings.host)
     defaults = {"DYN_LOG": "warn"}
-    return own | {name: value for name, value in defaults.items() if name not in given}
+    return own | {name: value for name, value in defaults.items() if name not in environment}
 
 
 def published_events(command: Sequence[str]) -> EventsAddress | None:
-    """Where the worker's vLLM publishes its KV events, by its `--kv-events-config`. Raises `ConfigError` for an address
-    that is none."""
-    texts = [one.partition("=")[2] for one in command if one.startswith(f"{_EVENTS}=")]
+    """The address at which the worker's vLLM publishes its KV events, by its `--kv-events-config`. Raises `ConfigError`
+    for a malformed one."""
+    texts = [argument.partition("=")[2] for argument in command if argument.startswith(f"{_EVENTS}=")]
     texts += [value for flag, value in pairwise(command) if flag == _EVENTS]
     for text in texts:
         try:
             config = msgspec.json.decode(text, type=dict[str, object])
         except msgspec.MsgspecError:
-            return None  # it is vLLM's to say
+            return None  # vLLM reports it
         endpoint, replay = config.get("endpoint"), config.get("replay_endpoint")
         if isinstance(endpoint, str) and config.get("enable_kv_cache_events", True):
-            at = [require_endpoint(one.replace("*", "127.0.0.1"), _EVENTS) for one in (endpoint, replay) if one]  # type: ignore[attr-defined]
-            return EventsAddress(endpoint=at[0], replay_endpoint=at[1] if len(at) > 1 else None)
+            addresses = [
+                require_endpoint(str(address).replace("*", "127.0.0.1"), _EVENTS)
+                for address in (endpoint, replay)
+                if address
+            ]
+            return EventsAddress(endpoint=addresses[0], replay_endpoint=addresses[1] if len(addresses) > 1 else None)
     return None
 
 
 class DynamoMember:
     """One worker's process, and its server. `look_s`: between two looks at Dynamo's discovery; `end_s`: for the worker
-    to end when it is told to."""
+    to end after SIGTERM."""
 
     def __init__(self, settings: MemberSettings, *, look_s: float = 0.25, end_s: float = 20.0) -> None:
         self._settings, self._look_s, self._end_s = settings, look_s, end_s
@@ -157,7 +161,7 @@ class DynamoMember:
         if exiting.done():
             log.error("the worker has ended with code %d", exiting.result())
             return exiting.result() if exiting.result() > 0 else 1
-        was_told = self._ended.is_set()
+        was_requested = self._ended.is_set()
         with suppress(ProcessLookupError):
             process.terminate()
         try:
@@ -168,9 +172,9 @@ class DynamoMember:
             with suppress(ProcessLookupError):
                 process.kill()
             await exiting
-        if not was_told:
+        if not was_requested:
             log.error("the worker has left Dynamo's discovery")
-        return 0 if was_told else 1
+        return 0 if was_requested else 1
 
 
 async def _read_model(card: ModelCard) -> ModelFiles:

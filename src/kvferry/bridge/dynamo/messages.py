@@ -68,13 +68,17 @@ class WorkerOutput(msgspec.Struct):
         if not self.log_probs:
             return []
         tops = self.top_logprobs or [[] for _ in self.log_probs]
-        found = []
+        results = list[TokenLogprobs]()
         for token_id, logprob, top in zip(self.token_ids, self.log_probs, tops, strict=True):
-            rank = next((one.rank for one in top if one.token_id == token_id), 0)
+            rank = next((candidate.rank for candidate in top if candidate.token_id == token_id), 0)
             # vLLM lists the token that was drawn beside the most likely ones.
-            likely = {one.token_id: one.logprob for one in top if one.token_id != token_id or one.rank <= len(top) - 1}
-            found.append(TokenLogprobs(token_id, logprob, max(0, rank), likely or {token_id: logprob}))
-        return found
+            likely = {
+                candidate.token_id: candidate.logprob
+                for candidate in top
+                if candidate.token_id != token_id or candidate.rank <= len(top) - 1
+            }
+            results.append(TokenLogprobs(token_id, logprob, max(0, rank), likely or {token_id: logprob}))
+        return results
 
 
 def read_output(data: Any, vocab_size: int) -> WorkerOutput:

@@ -16,8 +16,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What kvferry's server needs of a model to speak for a worker that has it. `max_position`: its context, in
-    tokens."""
+    """The parts of a model that kvferry's server needs in front of a worker that serves it. `max_position`: its
+    context, in tokens."""
 
     tokenizer: Any
     vocab_size: int
@@ -30,11 +30,11 @@ def read_model(source: str) -> ModelFiles:
     """Read a folder, or a model of the hub. Blocks, for seconds. Raises `ConfigError`."""
     from transformers import AutoConfig, AutoTokenizer  # a second, and only where there is a worker
 
-    place = resolve(source)
+    path = resolve(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place)
-        config = AutoConfig.from_pretrained(place).get_text_config()
-        generation = _generation_config(place)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path).get_text_config()
+        generation = _generation_config(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokenizer and configuration of {source!r} cannot be read: {error}") from error
     eos: set[int] = set()
@@ -44,16 +44,16 @@ def read_model(source: str) -> ModelFiles:
         tokenizer=tokenizer,
         vocab_size=config.vocab_size,
         max_position=config.max_position_embeddings,
-        eos_token_ids=frozenset(one for one in eos if 0 <= one < config.vocab_size),
+        eos_token_ids=frozenset(token_id for token_id in eos if 0 <= token_id < config.vocab_size),
         default_sampling={name: generation[name] for name in _SAMPLING if generation.get(name) is not None},
     )
 
 
-def _generation_config(place: Path | str) -> dict[str, Any]:
+def _generation_config(path: Path | str) -> dict[str, Any]:
     """generation_config.json; empty where there is none. Raises `OSError` and `ValueError`."""
-    if not isinstance(place, Path):
+    if not isinstance(path, Path):
         from transformers import GenerationConfig
 
-        return dict(GenerationConfig.from_pretrained(place).to_diff_dict())
-    path = place / "generation_config.json"
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+        return dict(GenerationConfig.from_pretrained(path).to_diff_dict())
+    file = path / "generation_config.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {}

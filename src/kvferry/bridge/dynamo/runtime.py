@@ -1,6 +1,6 @@
 """Dynamo's runtime for Python. No other module imports it.
 
-Its errors are told apart by their text: those that begin with `Unavailable:` are a worker's that is gone.
+Its errors are distinguished by their text: one that begins with `Unavailable:` means that the worker is gone.
 """
 
 from __future__ import annotations

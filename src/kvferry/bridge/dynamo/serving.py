@@ -43,7 +43,7 @@ async def open_worker(
 
 
 def _events_of(client: WorkerClient, worker_id: int, card: ModelCard) -> KVEvents:
-    """What the worker publishes on Dynamo's event plane, if that is ZeroMQ."""
+    """The KV events that the worker publishes on Dynamo's event plane, if that is ZeroMQ."""
     if os.environ.get("DYN_EVENT_PLANE") != "zmq" or not card.kv_cache_block_size:
         return PublishedEvents()
     try:
@@ -56,7 +56,7 @@ def _events_of(client: WorkerClient, worker_id: int, card: ModelCard) -> KVEvent
 
 async def serve_worker(
     worker: DynamoWorker,
-    is_there: Callable[[], bool],
+    is_registered: Callable[[], bool],
     on_listening: Listening,
     *,
     host: str = "127.0.0.1",
@@ -64,14 +64,14 @@ async def serve_worker(
     grace_s: float,
     look_s: float,
 ) -> None:
-    """Serve until `is_there` says no, or until cancelled. `look_s`: how often it is called, in seconds; `grace_s`: for
-    running answers at the end. Raises `ConfigError` if the address cannot be listened on."""
+    """Serve until `is_registered` returns False, or until cancelled. `look_s`: seconds between its calls; `grace_s`:
+    for running answers at the end. Raises `ConfigError` if the address cannot be listened on."""
     config = ServerConfig(host=host, port=port, secret=http_secret(), shutdown_grace_s=grace_s)
     server = build_app(worker, config).server()
     relaying = asyncio.create_task(worker.kv_events.run())
     serving = asyncio.create_task(server.run(lambda host, port: on_listening(worker, host, port)))
     try:
-        while is_there() and not serving.done():
+        while is_registered() and not serving.done():
             await asyncio.wait([serving], timeout=look_s)
     finally:
         worker.leave()

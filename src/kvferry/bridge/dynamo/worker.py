@@ -92,7 +92,7 @@ class DynamoWorker:
         self._link.leave()
 
     def describe(self) -> InstanceFacts:
-        """What a router should know of it."""
+        """The facts that a router needs."""
         card, role = self._card, self._role
         block_size = card.kv_cache_block_size or 0
         hands_off = role != "both"
@@ -240,10 +240,10 @@ class DynamoWorker:
     def _ends_of(self, sampling: SamplingParams) -> Collection[int]:
         return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
 
-    # What else a server asks of an engine.
+    # Other methods of an engine.
 
     async def release(self, transfer_id: str) -> bool:
-        """False: a prefill worker has no way to be told; a decode worker gives the ticket up (`refused`)."""
+        """False: prefill workers have no message for it; a decode worker releases the ticket (`refused`)."""
         return False
 
     def refused(self, hand_off: HandOff) -> None:
@@ -265,11 +265,11 @@ class DynamoWorker:
             log.info("a hand-off is left to its lease: %s", error)
 
     async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
-        """Raises `InvalidRequest`: Dynamo's workers do not tell what their stores have."""
+        """Raises `InvalidRequest`: Dynamo's workers do not report the content of their stores."""
         raise InvalidRequest("Dynamo's workers do not tell what their stores have")
 
     async def statistics(self) -> EngineSnapshot:
-        """What is known here: running requests, and pieces of answers for steps."""
+        """The figures known to this process: running requests, and pieces of answers for steps."""
         block_size = self._card.kv_cache_block_size or 1
         num_blocks = (self._card.runtime_config.total_kv_blocks or 0) if block_size else 0
         return EngineSnapshot(

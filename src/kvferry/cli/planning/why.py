@@ -100,10 +100,10 @@ def _lines(verdict: Verdict) -> list[str]:
         f"{'':<24} {'within both':>12} {'TTFT':>8} {'ITL':>8} {'busiest':>8}",
         _row("as it is", verdict.now),
         *([] if verdict.split is None else [_row("the best with P and D", verdict.split)]),
-        _row("for both phases", verdict.whole),
+        _row("for both phases", verdict.aggregated),
     ]
-    for what, smallest in (("P and D", verdict.least_split), ("for both phases", verdict.least_whole)):
-        enough = f"{smallest.counts}" if smallest is not None else f"not with {verdict.most_tried} instances"
+    for what, smallest in (("P and D", verdict.smallest_split), ("for both phases", verdict.smallest_aggregated)):
+        enough = f"{smallest.counts}" if smallest is not None else f"not with {verdict.max_tried} instances"
         lines.append(f"for {100 * verdict.goal:g} %, {what}: {enough}")
     return [*lines, "", verdict.sentence()]
 

@@ -148,7 +148,7 @@ class Scaling:
             self._memory = msgspec.structs.replace(self._memory, changed_at=wall)  # nothing is released for a while
         self._wall_ahead_s = wall - now
         ready_at = {instance.name: wall - (now - instance.since) for instance in seen if instance.phase is Phase.READY}
-        self._meter.note(reports, ready_at, wall, seconds(scale.warm))
+        self._meter.record(reports, ready_at, wall, seconds(scale.warm))
         if not reports:
             return
         memory = self._memory
@@ -220,8 +220,8 @@ def rules_of(fleet: DesiredFleet, scale: ScaleSpec) -> ScalingRules:
     budget = float(scale.budget) if scale.budget is not None else float("inf")
     return ScalingRules(
         targets=targets,
-        least=min_counts,
-        most=max_counts,
+        min_counts=min_counts,
+        max_counts=max_counts,
         budget=min(budget, max_counts.prefill * cost.prefill + max_counts.decode * cost.decode),
         goal=scale.attainment,
         cost=cost,

@@ -14,7 +14,7 @@ from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
 from kvferry.fleet.control.facts import ObservedInstance, Phase
 from kvferry.fleet.control.router_client import InstanceView, RouterClient, capacity_of
 from kvferry.fleet.scaling.traffic import DecodeCapacity
-from kvferry.fleet.scaling.traffic_meter import LOOK_BACK_S, MAX_ASKED
+from kvferry.fleet.scaling.traffic_meter import LOOK_BACK_S, MAX_REQUESTS
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 
 
@@ -82,7 +82,7 @@ class Observer:
         """The traffic reports of the routers that answer, by their URL."""
         routers = routers_of(members)
         reports = await asyncio.gather(
-            *(self._router_client.traffic(router, LOOK_BACK_S, MAX_ASKED) for router in routers)
+            *(self._router_client.traffic(router, LOOK_BACK_S, MAX_REQUESTS) for router in routers)
         )
         return {router: report for router, report in zip(routers, reports, strict=True) if report is not None}
 

@@ -27,7 +27,7 @@ from kvferry.fleet.control.facts import ObservedInstance, Phase
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.router_client import InstanceView, RouterClient, capacity_of
 from kvferry.fleet.scaling.scaling_rules import PREFILL, Counts
-from kvferry.fleet.scaling.traffic_meter import LOOK_BACK_S, MAX_ASKED
+from kvferry.fleet.scaling.traffic_meter import LOOK_BACK_S, MAX_REQUESTS
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, read_fleet
 from kvferry.fleet.spec.spec_file import SpecFile
 
@@ -157,7 +157,7 @@ class Recommender:
     async def _traffic(self, views: Mapping[str, Mapping[str, InstanceView]]) -> dict[str, TrafficReport]:
         """The traffic report of each router, with the instances' URLs as their names."""
         reports = await asyncio.gather(
-            *(self._router_client.traffic(router, LOOK_BACK_S, MAX_ASKED) for router in views)
+            *(self._router_client.traffic(router, LOOK_BACK_S, MAX_REQUESTS) for router in views)
         )
         answered = {router: report for router, report in zip(views, reports, strict=True) if report is not None}
         for router, report in answered.items():

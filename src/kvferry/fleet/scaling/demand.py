@@ -1,4 +1,4 @@
-"""How many requests arrive, and whether they become more. They are counted on arrival, whatever becomes of them."""
+"""The rate of requests, and its trend. Requests are counted on arrival, even if they fail."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ class Demand:
         return sum(counts) / (len(counts) * self.bin_s) if counts else 0.0
 
     def growth(self, recent_s: float, within_s: float) -> float:
-        """The factor, 1 or more, from the rate of the last `recent_s` to that in `within_s` from now: more than 1 where
-        a straight line through the last bins rises by more than their distances from it would explain, and is nearer to
-        them than any single step from one rate to another: a step, as when requests come after a pause, goes on at the
-        rate that it has reached."""
+        """The factor, 1 or more, from the rate of the last `recent_s` to the rate in `within_s` from now. It is more
+        than 1 if a straight line through the last bins rises significantly, and fits them better than any single step
+        from one rate to another. After a step, as when requests come after a pause, the rate stays as it is."""
         counts = np.asarray(self._last(_TREND_S))
         number = len(counts)
         recent = self.mean(recent_s)
@@ -46,9 +45,11 @@ class Demand:
             return 1.0
         offset = np.arange(number) - (number - 1) / 2
         slope = float((offset * counts).sum() / (offset**2).sum())
-        beside = counts - counts.mean() - slope * offset
-        error = math.sqrt(max(float((beside**2).sum()), float(counts.sum())) / (number - 2) / float((offset**2).sum()))
-        if slope <= _SURE * error or _beside_a_step(counts) <= float((beside**2).sum()):
+        residual = counts - counts.mean() - slope * offset
+        error = math.sqrt(
+            max(float((residual**2).sum()), float(counts.sum())) / (number - 2) / float((offset**2).sum())
+        )
+        if slope <= _SURE * error or _step_residual(counts) <= float((residual**2).sum()):
             return 1.0
         ahead = (number - 1) / 2 + within_s / self.bin_s
         expected = (float(counts.mean()) + slope * ahead) / self.bin_s
@@ -58,7 +59,7 @@ class Demand:
         return self.counts[-max(1, round(for_s / self.bin_s)) :]
 
 
-def _beside_a_step(counts: NDArray[np.float64]) -> float:
+def _step_residual(counts: NDArray[np.float64]) -> float:
     """The sum of the squared distances from the nearest single step, from one mean to another."""
     before = np.arange(1, len(counts))
     sums, total = counts.cumsum()[:-1], float(counts.sum())

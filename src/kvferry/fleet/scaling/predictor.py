@@ -34,7 +34,7 @@ ALL_WHOLE = math.inf
 
 @dataclass(frozen=True)
 class LatencyTargets:
-    """A request's, in seconds: to its first token, and between two tokens in the mean."""
+    """The targets of a request, in seconds: to its first token, and between two tokens in the mean."""
 
     ttft_s: float
     itl_s: float
@@ -57,8 +57,8 @@ class Topology:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Shares of requests, 0 to 1. `attained`: within both targets; `busiest`: what the role with the most to do is
-    asked for, as a share of what it can do (1 or more: its queue grows without end)."""
+    """Shares of requests, 0 to 1. `attained`: within both targets; `busiest`: the load of the busier role, as a share
+    of its capacity (1 or more: its queue grows without end)."""
 
     attained: float
     ttft: float
@@ -74,8 +74,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PoolPrediction:
-    """What one pool contributes: for each request, 1 if the pool keeps it within a target, else 0. `answers`: how many
-    run on each instance of the pool when the request arrives."""
+    """The contribution of one pool: for each request, 1 if the pool keeps it within a target, else 0. `answers`: number
+    of answers that run on each instance of the pool when the request arrives."""
 
     ttft: Vector
     itl: Vector
@@ -84,7 +84,7 @@ class PoolPrediction:
 
 
 class Predictor:
-    """Predicts for one workload. What a pool of some size does is computed once: a fleet's prediction joins two.
+    """Predicts for one workload. A pool of each size is computed once: a fleet's prediction joins two.
     `overflows`: prompts that would be late from prefill go to decode, where no `from_tokens` is set."""
 
     def __init__(self, workload: Workload, times: PhaseTimes, targets: LatencyTargets, overflows: bool = False) -> None:
@@ -94,7 +94,7 @@ class Predictor:
         self._overflow: dict[tuple[int, int], Vector] = {}
 
     def predict(self, topology: Topology) -> Prediction:
-        """Predict what one topology attains. Without a prefill instance, decode instances compute all prompts."""
+        """Predict the shares for a topology. Without a prefill instance, decode instances compute all prompts."""
         if not len(self.workload.arrivals):
             return Prediction(1.0, 1.0, 1.0, 0.0, 0.0)
         from_tokens = topology.from_tokens if topology.prefill else ALL_WHOLE
@@ -106,23 +106,23 @@ class Predictor:
         return Prediction(float((ttft * itl).mean()), float(ttft.mean()), float(itl.mean()), p.load, d.load)
 
     def prefill_pool(self, num: int, from_tokens: float) -> PoolPrediction:
-        """Predict what `num` prefill instances attain, which compute prompts of `from_tokens` and more."""
+        """Predict `num` prefill instances, which compute prompts of `from_tokens` and more."""
         key = (num, from_tokens)
         if key not in self._prefill:
             self._prefill[key] = self._prefills(num, from_tokens)
         return self._prefill[key]
 
     def decode_pool(self, num: int, from_tokens: float) -> PoolPrediction:
-        """Predict what `num` decode instances attain, which compute the shorter prompts as well."""
+        """Predict `num` decode instances, which compute the shorter prompts as well."""
         key = (num, from_tokens)
         if key not in self._decode:
             self._decode[key] = self._decodes(num, from_tokens)
         return self._decode[key]
 
     def overflow_ttft(self, num_prefill: int, num_decode: int) -> Vector:
-        """For each request, what its prompt contributes if it may overflow. From prefill: how likely it is in time,
-        because the chunk with its end may hold parts of the prompts behind, which the router does not expect. From
-        decode, where it is in time: 1 less the answers that are expected to miss their target because of it."""
+        """The contribution of each request's prompt if it may overflow. From prefill: the probability that it is in
+        time, because the chunk with its end may hold parts of later prompts, which the router does not expect. From
+        decode, if it is in time: 1 less the answers that are expected to miss their target because of it."""
         key = (num_prefill, num_decode)
         if key not in self._overflow:
             self._overflow[key] = self._with_overflow(num_prefill, num_decode)
@@ -137,8 +137,8 @@ class Predictor:
         is_handed_off = self.workload.prompt_tokens >= from_tokens
         ttft, itl = np.ones(len(is_handed_off)), np.ones(len(is_handed_off))
         service = self._prefill_s[is_handed_off]
-        asked = float(service.sum()) / self.workload.lasts_s
-        load = asked / num if num else (math.inf if asked else 0.0)
+        busy_share = float(service.sum()) / self.workload.lasts_s
+        load = busy_share / num if num else (math.inf if busy_share else 0.0)
         if not num:
             ttft[is_handed_off] = 0.0
         elif len(service):
@@ -157,15 +157,15 @@ class Predictor:
         first_s = np.zeros(len(answers))
         for index, at in enumerate(workload.arrivals.tolist()):
             ends = max(at, prefill[0]) + float(self._prefill_s[index])
-            there = max(at, decode[0]) + float(on_decode_s[index])
+            decoded_at = max(at, decode[0]) + float(on_decode_s[index])
             in_time = ends + times.first_token_s - at <= ttft_s
-            if not in_time and there - at <= ttft_s:
+            if not in_time and decoded_at - at <= ttft_s:
                 missed = answers_missed(
-                    self.targets.itl_s, float(step_s[index]), answer_tokens, float(answers[index]), there - at
+                    self.targets.itl_s, float(step_s[index]), answer_tokens, float(answers[index]), decoded_at - at
                 )
                 if missed < 1.0:
                     first_s[index] = 1.0 - missed
-                    heapq.heapreplace(decode, there)
+                    heapq.heapreplace(decode, decoded_at)
                     continue
             spare_s = ttft_s - (ends + times.first_token_s - at)
             first_s[index] = min(1.0, max(0.0, spare_s / chunk_s))
@@ -199,7 +199,7 @@ class Predictor:
 
 
 def waits(arrivals: Vector, service_s: Vector, num: int) -> Vector:
-    """How long each waits for the first of `num` servers that is free, in the order of their arrival."""
+    """The waiting time of each request for the first free one of `num` servers, in the order of their arrival."""
     free_at = [-math.inf] * num
     waits_s = np.zeros(len(arrivals))
     for index, (at, seconds) in enumerate(zip(arrivals.tolist(), service_s.tolist(), strict=True)):
@@ -230,7 +230,7 @@ class _Decoding:
     """One decode instance, or `share` of them with the same steps, among which answers are spread evenly."""
 
     def __init__(self, times: PhaseTimes, share: int) -> None:
-        self._times, self._share, self._most = times, share, times.max_sequences * share
+        self._times, self._share, self._max_running = times, share, times.max_sequences * share
         self._now = self._steps = 0.0
         """Steps until now: each gives each answer that runs a token."""
         self._running: list[tuple[float, int]] = []
@@ -241,7 +241,7 @@ class _Decoding:
 
     @property
     def num(self) -> int:
-        """Requests that are here."""
+        """Number of requests on it."""
         return len(self._running) + len(self._waiting) + len(self._prompts)
 
     def add(self, index: int, at: float, prompt: float, output: float) -> None:
@@ -252,7 +252,7 @@ class _Decoding:
             self._run(index, output + (self._now < at))
 
     def _run(self, index: int, output: float) -> None:
-        if len(self._running) < self._most:
+        if len(self._running) < self._max_running:
             heapq.heappush(self._running, (self._steps + output, index))
         else:
             self._waiting.append((index, output))
@@ -262,7 +262,7 @@ class _Decoding:
         return self._times.decode_base_s + self._times.decode_sequence_s * number if number else 0.0
 
     def advance(self, until: float, first_at: Vector, last_at: Vector) -> None:
-        """Go on to this time. A step with a part of a prompt is made as a whole, or not yet."""
+        """Advance to this time. A step with a part of a prompt is made as a whole, or not yet."""
         while self._prompts or self._running:
             step_s = self._step_s()
             if self._prompts:

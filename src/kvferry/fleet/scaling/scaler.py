@@ -1,16 +1,16 @@
-"""How many instances of each role there are to be: the cheapest that keep the goal. A function: it remembers nothing
-but what it is given, so the same facts give the same decision.
+"""The desired number of instances of each role: the cheapest counts that keep the goal. A pure function: the same
+facts give the same decision.
 
-    nothing there     the first request brings one of each role
-    no request        for long: nothing is kept, of either role
-    too little known  nothing is changed
-    goal not kept     the cheapest change that keeps it: instances change their role (if that is clearly better than
-                      what is kept as it is), new ones start
-    out of reach      what is nearest to the goal for the least; and it is said
-    goal kept         after a while, the cheapest that would have kept it for all that came lately, with some to spare
+    scaled to zero    the first request starts one instance of each role
+    no request        for long: all instances of both roles are ended
+    too few requests  nothing is changed
+    goal not kept     the cheapest change that keeps it: instances switch their role (if that is clearly better than
+                      the present state), new ones start
+    out of reach      the cheapest counts nearest to the goal; the decision says so
+    goal kept         after a while, the cheapest counts that would have kept it for all recent requests, with a margin
 
-Nothing is asked of what instances hold or have in use, which says little about latency: all is predicted from what is
-asked for and how long it takes.
+The memory or the utilisation of instances is not used, as it says little about latency: all is predicted from the
+requests and the times of their phases.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ What = Literal["hold", "measure", "role", "start", "release", "zero", "wake", "u
 
 RECENT_S = 30.0
 """Seconds, or the time of a start if that is longer, whose requests also count by themselves."""
-_CLEARLY = 0.05
-"""How much better another division of as many instances must be: predictions are off by some points."""
+_MIN_GAIN = 0.05
+"""Smallest gain for which as many instances are divided otherwise: predictions are off by some points."""
 _NEAREST = 0.005
-"""How much nearer to a goal out of reach something must come to be worth an instance."""
+"""Smallest gain that is worth an instance if the goal is out of reach."""
 
 
 class ScalingMemory(msgspec.Struct, frozen=True):
@@ -47,32 +47,32 @@ class ScalingMemory(msgspec.Struct, frozen=True):
 
     @property
     def counts(self) -> Counts:
-        """Instances wanted."""
+        """The desired numbers of instances."""
         return Counts(self.prefill, self.decode)
 
 
 @dataclass(frozen=True)
 class TargetShare:
-    """The share of some requests that was within both targets. `num`: of how many it is known."""
+    """The share of some requests that was within both targets. `num`: number of these requests."""
 
     share: float = 0.0
     num: int = 0
 
     def is_known(self, rules: ScalingRules) -> bool:
-        """Whether these are enough requests to go by."""
+        """True if these are enough requests to decide by."""
         return self.num >= max(1, rules.least_requests)
 
     @property
     def at_most(self) -> float:
-        """A standard deviation more, because what so few requests say is partly chance."""
+        """The share plus a standard deviation, because the share of few requests is partly chance."""
         return self.share + math.sqrt(self.share * (1.0 - self.share) / self.num)
 
 
 @dataclass(frozen=True)
 class MeasuredTraffic:
-    """What is known of the requests. `workload`, `times`: None until `num_known` requests are enough. `idle_s`: since
-    the last one came. `num_waiting`: that wait for an instance to start. `attained`: of those that came lately, since
-    the counts are what they are."""
+    """The measured requests. `workload`, `times`: None until `num_known` requests are enough. `idle_s`: seconds since
+    the last request. `num_waiting`: requests that wait for an instance to start. `attained`: of recent requests, since
+    the last change of the counts."""
 
     demand: Demand
     num_known: int = 0
@@ -85,7 +85,8 @@ class MeasuredTraffic:
 
 @dataclass(frozen=True)
 class FleetSnapshot:
-    """`ready`: instances that serve; `draining`: that are leaving; `starts_s`: how long one takes to start."""
+    """`ready`: serving instances; `draining`: leaving instances; `starts_s`: seconds that an instance takes to
+    start."""
 
     ready: Counts
     draining: int = 0
@@ -94,8 +95,8 @@ class FleetSnapshot:
 
 @dataclass(frozen=True)
 class ScalingDecision:
-    """What is wanted from now on, and why, in one line. `attained`: the share of requests expected within the targets;
-    None: not known."""
+    """The desired state from now on, with the reason in one line. `attained`: the share of requests expected within the
+    targets; None: not known."""
 
     memory: ScalingMemory
     what: What
@@ -122,21 +123,21 @@ def decide(
     outlook = Forecast(rules, expected_workloads(measured.workload, measured.demand, seen.starts_s), measured.times)
     expected = outlook.best(current)
     if expected.attained < rules.goal:
-        return _more(rules, memory, measured, outlook, expected, now)
-    return _less(rules, memory, measured, seen, outlook, now) or ScalingDecision(
-        memory, "hold", f"enough: {outlook.told(current, expected)}", expected.attained
+        return _scale_up(rules, memory, measured, outlook, expected, now)
+    return _scale_down(rules, memory, measured, seen, outlook, now) or ScalingDecision(
+        memory, "hold", f"enough: {outlook.describe(current, expected)}", expected.attained
     )
 
 
 def expected_workloads(workload: Workload, demand: Demand, starts_s: float) -> list[Workload]:
-    """What an instance that starts now will have to serve: what came lately, all of it again, so that capacity for
-    bursts is held while they recur; and what came last, at the rate that it will have grown to."""
+    """The workloads that an instance which starts now will have to serve. The first is the recent one as a whole, so
+    that capacity for bursts is held while they recur; the second is its last part, at the rate of its trend."""
     recent_s = max(RECENT_S, starts_s)
     return [workload, workload.last(recent_s).faster(demand.growth(recent_s, starts_s))]
 
 
 class Forecast:
-    """What any counts would attain for each of some workloads, at least."""
+    """Predicts, for any counts, the worst share over some workloads."""
 
     def __init__(self, rules: ScalingRules, workloads: Sequence[Workload], times: PhaseTimes) -> None:
         self.rules, self.workload = rules, workloads[-1]
@@ -147,8 +148,8 @@ class Forecast:
         topology = Topology(counts.prefill, counts.decode)
         return min((each.predict(topology) for each in self._predictors), key=_rank)
 
-    def told(self, counts: Counts, expected: Prediction) -> str:
-        """What is expected of these counts, in words."""
+    def describe(self, counts: Counts, expected: Prediction) -> str:
+        """The expectation for these counts, in words."""
         targets = self.rules.targets
         within = f"TTFT {targets.ttft_s:g} s and ITL {1000 * targets.itl_s:g} ms"
         return (
@@ -158,11 +159,11 @@ class Forecast:
 
 
 def _rank(prediction: Prediction) -> tuple[float, float]:
-    """Higher is better; of those that attain nothing, the one that is asked for the least."""
+    """Higher is better; if nothing is attained, a lower load is."""
     return round(prediction.attained, 3), -prediction.busiest
 
 
-def _more(
+def _scale_up(
     rules: ScalingRules,
     memory: ScalingMemory,
     measured: MeasuredTraffic,
@@ -170,13 +171,13 @@ def _more(
     expected: Prediction,
     now: float,
 ) -> ScalingDecision:
-    """Decide what to do, as the goal is not expected to be kept."""
+    """Decide on more capacity, as the goal is not expected to be kept."""
     current = memory.counts
     price = rules.price(current)
     attained = measured.attained
-    clearly = _CLEARLY + (attained.at_most if attained.is_known(rules) else expected.attained)
+    required = _MIN_GAIN + (attained.at_most if attained.is_known(rules) else expected.attained)
     candidates = [each for each in rules.topologies if rules.price(each) >= price and rules.can_become(current, each)]
-    reachable = [each for each in candidates if rules.price(each) > price or outlook.best(each).attained >= clearly]
+    reachable = [each for each in candidates if rules.price(each) > price or outlook.best(each).attained >= required]
     largest = rules.largest((*reachable, current))  # more of either role is never worse
     nearest = max(largest, key=lambda each: _rank(outlook.best(each)))
     best_possible = outlook.best(nearest)
@@ -184,25 +185,25 @@ def _more(
         _cheapest_that_holds(rules, outlook, current, reachable) if best_possible.attained >= rules.goal else None
     )
     if cheapest is not None:
-        instead = outlook.told(cheapest, outlook.best(cheapest))
+        instead = outlook.describe(cheapest, outlook.best(cheapest))
         if rules.price(cheapest) > price and attained.is_known(rules) and attained.share >= rules.goal:
             other = _cheapest_that_holds(rules, outlook, current, candidates)
-            if other is not None and rules.price(other) == price:  # nothing is started for what a role may do
-                why = f"{percent(attained.share)} % were kept: {outlook.told(current, expected)}"
+            if other is not None and rules.price(other) == price:  # switching roles is enough
+                why = f"{percent(attained.share)} % were kept: {outlook.describe(current, expected)}"
                 return ScalingDecision(memory, "hold", why, expected.attained)
         what: What = "role" if rules.price(cheapest) == price else "start"
         why = f"{instead}; {percent(expected.attained)} % with {current}"
         return _changed(memory, cheapest, now, what, why, outlook.best(cheapest).attained)
-    target = next((each for each in (current, *reachable) if _is_as_near(outlook.best(each), best_possible)), nearest)
-    best = outlook.told(target, outlook.best(target))
+    target = next((each for each in (current, *reachable) if _is_close_to(outlook.best(each), best_possible)), nearest)
+    best = outlook.describe(target, outlook.best(target))
     why = f"{100 * rules.goal:g} % cannot be kept within the limits; the best is {best}"
     if target == current:
         return ScalingDecision(memory, "unreachable", why, expected.attained)
     return _changed(memory, target, now, "unreachable", why, outlook.best(target).attained)
 
 
-def _is_as_near(prediction: Prediction, best: Prediction) -> bool:
-    """Whether it attains as much as the best; where nothing is attained, whether its queues end, or are as long."""
+def _is_close_to(prediction: Prediction, best: Prediction) -> bool:
+    """True if it attains as much as the best; if nothing is attained, if its queues end, or are as short."""
     if best.attained >= _NEAREST:
         return prediction.attained >= best.attained - _NEAREST
     return prediction.busiest <= max(0.9, best.busiest + 1e-9)
@@ -211,8 +212,8 @@ def _is_as_near(prediction: Prediction, best: Prediction) -> bool:
 def _cheapest_that_holds(
     rules: ScalingRules, outlook: Forecast, current: Counts, candidates: list[Counts]
 ) -> Counts | None:
-    """The cheapest counts that reach the goal; at the same price, those that change the fewest instances, and then
-    those that attain the most."""
+    """The cheapest counts that reach the goal; at the same price, the counts that change the fewest instances, and then
+    the counts that attain the most."""
     cheapest: list[Counts] = []
     for counts in candidates:  # the cheapest first
         if cheapest and rules.price(counts) > rules.price(cheapest[0]):
@@ -227,7 +228,7 @@ def _cheapest_that_holds(
     return max(cheapest, key=merit, default=None)
 
 
-def _less(
+def _scale_down(
     rules: ScalingRules,
     memory: ScalingMemory,
     measured: MeasuredTraffic,
@@ -235,12 +236,12 @@ def _less(
     outlook: Forecast,
     now: float,
 ) -> ScalingDecision | None:
-    """The goal is kept: maybe with fewer, which would also have kept it for what came lately."""
+    """Release instances if fewer would also have kept the goal for the recent requests; None: keep all."""
     current = memory.counts
     if now - memory.changed_at < rules.cool_down_s or seen.draining or seen.ready != current:
         return None
     if measured.demand.known_s < rules.cool_down_s:
-        return None  # nobody knows what was needed before
+        return None  # the demand before is not known
     spare = replace(rules, goal=rules.goal + (1.0 - rules.goal) / 2.0)
     cheaper = [
         each
@@ -251,7 +252,7 @@ def _less(
     if target is None:
         return None
     attained = outlook.best(target)
-    why = f"{outlook.told(target, attained)}; {current} are not needed"
+    why = f"{outlook.describe(target, attained)}; {current} are not needed"
     return _changed(memory, target, now, "release", why, attained.attained)
 
 

@@ -1,4 +1,4 @@
-"""What a scaler may do, and what it is to reach."""
+"""The bounds and the goal of a scaler."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ NOTHING = Counts(0, 0)
 
 @dataclass(frozen=True)
 class ScalingRules:
-    """`goal`: the share of requests to be within `targets`. `least`, `most`: instances of each role; `budget`: the most
-    of both, weighed by `cost` (ranks of an instance). `fewest_per_decode`, `most_per_decode`: bounds of the number of
-    prefill instances for each decode instance. `aggregate`: there may be no prefill instance, and decode instances do
-    both. `overflows`: routers know the targets, and have
-    a decode instance compute a prompt that would be late from prefill. `switches`: (from, to) of roles that an instance
-    can change while it runs. `unit`: the instances of one unit, where they come in units.
+    """`goal`: the share of requests to be within `targets`. `min_counts`, `max_counts`: bounds of each role's
+    instances; `budget`: bound of both together, weighed by `cost` (ranks of an instance). `fewest_per_decode`,
+    `most_per_decode`: bounds of the number of prefill instances for each decode instance. `aggregate`: there may be no
+    prefill instance, and decode instances do both. `overflows`: routers know the targets, and have a decode instance
+    compute a prompt that would be late from prefill. `switches`: (from, to) of roles that an instance can change while
+    it runs. `unit`: the instances of one unit, in replica mode.
 
-    `cool_down_s`: how long nothing is released after a change, or after requests begin to be counted. `idle_s`: how
-    long without a request until nothing is kept; 0: never. `least_requests`: how many must be known before anything is
-    decided."""
+    `cool_down_s`: seconds without a release after a change, or after requests begin to be counted. `idle_s`: seconds
+    without a request until the fleet is scaled to zero; 0: never. `least_requests`: number of requests that must be
+    known before a decision."""
 
     targets: LatencyTargets
-    least: Counts
-    most: Counts
+    min_counts: Counts
+    max_counts: Counts
     budget: float
     goal: float = 0.99
     cost: Counts = Counts(1, 1)
@@ -64,14 +64,14 @@ class ScalingRules:
         return counts.prefill * self.cost.prefill + counts.decode * self.cost.decode
 
     def allows(self, counts: Counts) -> bool:
-        """Whether these counts are within all bounds. One role is never without the other, unless `aggregate`."""
+        """True if these counts are within all bounds. One role is never without the other, unless `aggregate`."""
         if counts == NOTHING:
-            return self.idle_s > 0 and self.least == NOTHING
+            return self.idle_s > 0 and self.min_counts == NOTHING
         if not counts.decode or not (counts.prefill or self.aggregate):
             return False
-        if not self.least.prefill <= counts.prefill <= self.most.prefill:
+        if not self.min_counts.prefill <= counts.prefill <= self.max_counts.prefill:
             return False
-        if not self.least.decode <= counts.decode <= self.most.decode:
+        if not self.min_counts.decode <= counts.decode <= self.max_counts.decode:
             return False
         if counts.prefill and not (self.fewest_per_decode <= counts.prefill / counts.decode <= self.most_per_decode):
             return False
@@ -85,14 +85,14 @@ class ScalingRules:
     def _all(self) -> Iterator[Counts]:
         if self.unit is not None:
             max_units = max(
-                self.most.prefill // max(1, self.unit.prefill), self.most.decode // max(1, self.unit.decode)
+                self.max_counts.prefill // max(1, self.unit.prefill), self.max_counts.decode // max(1, self.unit.decode)
             )
             every = (Counts(self.unit.prefill * n, self.unit.decode * n) for n in steps(1, max_units))
         else:
             every = (
                 Counts(p, d)
-                for d in steps(max(1, self.least.decode), self.most.decode)
-                for p in steps(self.least.prefill, self.most.prefill)
+                for d in steps(max(1, self.min_counts.decode), self.max_counts.decode)
+                for p in steps(self.min_counts.prefill, self.max_counts.prefill)
             )
         yield from (counts for counts in every if self.allows(counts))
 
@@ -105,8 +105,8 @@ class ScalingRules:
         return maximal
 
     def can_become(self, current: Counts, target: Counts) -> bool:
-        """Whether one change leads there without ever serving less than at either end: instances that one role loses
-        and the other gains change their role while they run."""
+        """True if a single change leads there without serving less meanwhile: instances that one role loses and the
+        other gains switch their role while they run."""
         p, d = target.prefill - current.prefill, target.decode - current.decode
         if p < 0 < d:
             return (PREFILL, DECODE) in self.switches
@@ -120,7 +120,10 @@ class ScalingRules:
             return counts
         return min(
             self.topologies,
-            key=lambda one: (abs(one.prefill - counts.prefill) + abs(one.decode - counts.decode), self.price(one)),
+            key=lambda candidate: (
+                abs(candidate.prefill - counts.prefill) + abs(candidate.decode - counts.decode),
+                self.price(candidate),
+            ),
         )
 
 

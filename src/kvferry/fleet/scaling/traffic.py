@@ -1,4 +1,4 @@
-"""What is asked of a fleet, and how long its phases take: the two things that a prediction needs."""
+"""The workload of a fleet, and the times of its phases: the input of a prediction."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 """One number for each of some requests, or states."""
 MAX_SEQUENCES = 256
-"""That a decode instance is taken to run at a time, where nobody says how many it does."""
+"""Sequences that a decode instance is assumed to run at a time, if it does not report its limit."""
 _ALIKE = 0.02
 """Lengths that vary by less of their mean say nothing about a slope: all of the time counts as the tokens'."""
 _WAITED, _MAX_FITS = 2.0, 3
-"""How many times as long as the quickest quarter the slowest tenth takes if some of them waited; and the most fits."""
+"""The slowest tenth takes this many times as long as the quickest quarter if some waited; largest number of fits."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +39,24 @@ class PhaseTimes:
 
 
 class DecodeCapacity(NamedTuple):
-    """What one decode instance takes at a time: tokens in its KV cache, and sequences; 0: not known."""
+    """The capacity of one decode instance: tokens in its KV cache, and sequences at a time; 0: not known."""
 
     tokens: int = 0
     sequences: int = 0
 
     @classmethod
     def smallest(cls, capacities: Iterable[tuple[int, int]]) -> DecodeCapacity:
-        """The least that any of these (tokens, sequences) takes, as far as they are known."""
+        """The smallest tokens and sequences of these capacities, as far as they are known."""
         tokens, sequences = zip(*capacities, strict=True) if (capacities := list(capacities)) else ((), ())
         return cls(min(filter(None, tokens), default=0), min(filter(None, sequences), default=0))
 
     def fits(self, mean_tokens: float) -> int:
-        """How many sequences of so many tokens in the mean; `MAX_SEQUENCES` if nothing is known."""
+        """Number of sequences of `mean_tokens` that fit; `MAX_SEQUENCES` if the capacity is not known."""
         by_tokens = int(self.tokens / mean_tokens) if self.tokens else MAX_SEQUENCES
         return max(1, min(self.sequences or MAX_SEQUENCES, by_tokens))
 
 
-ROOM_UNKNOWN = DecodeCapacity()
+UNKNOWN_CAPACITY = DecodeCapacity()
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def fit_answers(answers: Sequence[tuple[float, float, float]]) -> tuple[float, f
 
 
 def _not_negative(terms: Vector, values: Vector, weight: Vector) -> Vector:
-    """Least squares; a factor that would be negative is 0. The second is the last to be given up."""
+    """Least squares; a factor that would be negative is 0. The second factor is the last to be dropped."""
     used = [0, 1, 2]
     solution = np.zeros(3)
     while used:
@@ -156,7 +156,7 @@ def _not_negative(terms: Vector, values: Vector, weight: Vector) -> Vector:
 def _least_squares(rows: Vector) -> tuple[float, float]:
     x, y = rows[:, 0], rows[:, 1]
     spread = float(x.var())
-    if spread <= (_ALIKE * float(x.mean())) ** 2:  # all alike: how much of it is of each says nobody
+    if spread <= (_ALIKE * float(x.mean())) ** 2:  # all alike: base and slope cannot be separated
         return (0.0, float(y.mean() / x.mean())) if x.mean() > 0 else (float(y.mean()), 0.0)
     slope = float(((x - x.mean()) * (y - y.mean())).mean()) / spread
     base = float(y.mean()) - slope * float(x.mean())

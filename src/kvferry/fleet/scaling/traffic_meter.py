@@ -1,4 +1,4 @@
-"""Makes what a scaler decides by of what routers report. Owns what is known of the requests so far."""
+"""Measures the traffic of a fleet for its scaler, from the reports of routers. Owns the observed requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.fleet.scaling.demand import Demand
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.scaler import MeasuredTraffic, TargetShare
 from kvferry.fleet.scaling.traffic import (
-    ROOM_UNKNOWN,
+    UNKNOWN_CAPACITY,
     DecodeCapacity,
     PhaseTimes,
     Vector,
@@ -22,16 +22,16 @@ from kvferry.fleet.scaling.traffic import (
     fit_line,
 )
 
-MAX_ASKED = 1024
-"""Requests of each router that are looked at."""
+MAX_REQUESTS = 1024
+"""Requests of each router that are read."""
 LOOK_BACK_S = 3600
-"""Older requests say nothing about those of now."""
-MAX_KEPT = 4096
-"""Requests of a fleet that are kept, the newest."""
+"""Seconds; older requests say nothing about present ones."""
+MAX_OBSERVATIONS = 4096
+"""Number of a fleet's newest requests that are stored."""
 _MAX_BINS = 4096
 _MAX_ROUTERS = 256
 _AHEAD_S = 5.0
-"""How much a router's clock may be ahead, once clocks have been set."""
+"""Seconds by which a router's clock may be ahead, once clocks have been set."""
 _MIN_TOKENS = 4
 """An answer of fewer says nothing about a step's time."""
 _MIN_STEP_S = 1e-4
@@ -46,30 +46,30 @@ _Key = tuple[str, float, int]
 
 
 class TrafficMeter:
-    """What is known of one fleet's requests. Times are in wall-clock seconds."""
+    """The observed requests of one fleet. Times are in wall-clock seconds."""
 
     def __init__(self, bin_s: float, now: float) -> None:
         self._bin_s, self._began_at = bin_s, now
         self._num_arrived: dict[str, int] = {}
-        """How many requests have arrived, by router, as each said last."""
+        """Number of requests that have arrived, by router, in its last report."""
         self._bins = deque[float](maxlen=_MAX_BINS)
         self._bin_began_at, self._last_arrival_at = now, now
         self._num_in_bin = 0.0
         self._num_waiting = 0
         self._known: dict[_Key, RequestObservation] = {}
         """Requests that did not fail, as they were reported last."""
-        self._since, self._void = -math.inf, frozenset[_Key]()
-        """Requests that arrived before, and those of these keys, were told of by a clock that has been set since."""
+        self._since, self._ignored = -math.inf, frozenset[_Key]()
+        """Earlier arrivals, and requests with these keys, have times of a clock that has been set since."""
         self._is_warm: Callable[[RequestObservation], bool] = lambda request: True
 
     def clock_was_set(self, now: float) -> None:
-        """The wall clock, which shows `now`, has made a step. What is known of requests cannot be compared with what is
-        to come, and how many came without a pause is: nothing was idle meanwhile, and nothing came at once."""
-        self._void |= self._known.keys()
+        """The wall clock, which shows `now`, has made a step. The times of earlier requests cannot be compared with
+        later ones, and are dropped. The counts of arrivals can: the step is neither a pause nor a burst."""
+        self._ignored |= self._known.keys()
         self._known.clear()
         self._began_at = self._bin_began_at = self._last_arrival_at = self._since = now
 
-    def note(
+    def record(
         self, reports: Mapping[str, TrafficReport], ready_at: Mapping[str, float], now: float, warm_s: float
     ) -> None:
         """Reports by router. `ready_at`: since when each instance serves; what it did in its first `warm_s` is not
@@ -94,20 +94,20 @@ class TrafficMeter:
         if is_first and reports:
             self._begin(requests, now)
         self._close_bins(now)
-        self._keep(reports, now)
+        self._store(reports, now)
         self._is_warm = lambda request: _is_warm(request, ready_at, warm_s)
 
-    def _keep(self, reports: Mapping[str, TrafficReport], now: float) -> None:
+    def _store(self, reports: Mapping[str, TrafficReport], now: float) -> None:
         until = math.inf if self._since == -math.inf else now + _AHEAD_S
         for router, report in reports.items():
             lately = (request for request in report.requests if self._since <= request.arrived <= until)
             keyed = (((router, request.arrived, request.prompt_tokens), request) for request in lately)
-            self._known.update((key, request) for key, request in keyed if key not in self._void)
-        newest = sorted(self._known.items(), key=lambda item: item[1].arrived)[-MAX_KEPT:]
+            self._known.update((key, request) for key, request in keyed if key not in self._ignored)
+        newest = sorted(self._known.items(), key=lambda item: item[1].arrived)[-MAX_OBSERVATIONS:]
         self._known = {key: request for key, request in newest if request.state != "failed"}
 
     def _begin(self, requests: Sequence[RequestObservation], now: float) -> None:
-        """What came before this process looked: an earlier one was asked for it."""
+        """Count the requests of an earlier process, from before the first report."""
         if not requests:
             return
         first = max(requests[0].arrived, now - _MAX_BINS * self._bin_s)
@@ -126,21 +126,21 @@ class TrafficMeter:
             self._bin_began_at, self._num_in_bin = now, 0.0
 
     def attained(self, targets: LatencyTargets, since: float, now: float) -> TargetShare:
-        """What was kept of the requests that arrived since then, of which it is known."""
+        """The share within the targets of the requests that arrived since then, of which it is known."""
         lately = [request for request in self._known.values() if request.arrived >= since and request.streams]
         judged = [is_within for request in lately if (is_within := _is_within(request, targets, now)) is not None]
         return TargetShare(sum(judged) / len(judged) if judged else 0.0, len(judged))
 
-    def measured(self, room: DecodeCapacity, now: float, hold_s: float = 900.0) -> MeasuredTraffic:
-        """What is known now. `room`: what one decode instance takes. `hold_s`: for how long a request counts."""
+    def measured(self, capacity: DecodeCapacity, now: float, hold_s: float = 900.0) -> MeasuredTraffic:
+        """The measured traffic. `capacity`: of one decode instance. `hold_s`: seconds for which a request counts."""
         demand = Demand(tuple(self._bins), self._bin_s)
         observations = list(self._known.values())
-        warm = [request for request in observations if self._is_warm(request)][-MAX_ASKED:]
-        times = phase_times(warm, room)
+        warm = [request for request in observations if self._is_warm(request)][-MAX_REQUESTS:]
+        times = phase_times(warm, capacity)
         workload = None
         if times is not None:
             first = observations[0].arrived
-            began = max(now - hold_s, first if len(observations) == MAX_KEPT else min(first, self._began_at))
+            began = max(now - hold_s, first if len(observations) == MAX_OBSERVATIONS else min(first, self._began_at))
             lately = [request for request in observations if request.arrived >= began] or observations[-1:]
             workload = workload_of(lately, times, min(began, lately[0].arrived), now)
         num_known = sum(request.state == "done" for request in warm)
@@ -148,7 +148,7 @@ class TrafficMeter:
 
 
 def _is_within(request: RequestObservation, targets: LatencyTargets, now: float) -> bool | None:
-    """Whether a request met both targets; None: that will show."""
+    """True if a request met both targets; None: not known yet."""
     if request.first_s is None:
         return False if now - request.arrived > targets.ttft_s else None
     if request.first_s > targets.ttft_s:
@@ -175,8 +175,8 @@ def workload_of(observations: Sequence[RequestObservation], times: PhaseTimes, b
 
 
 def lengths(observations: Sequence[RequestObservation], times: PhaseTimes, now: float) -> list[tuple[float, float]]:
-    """(uncached prompt tokens, output tokens). An answer that is not over is as long as others, or as it must be by
-    now: to leave out what is not over would leave out the long ones."""
+    """(uncached prompt tokens, output tokens). A running answer counts as long as others, or as it must be by now: to
+    leave out running answers would leave out the long ones."""
     ended = [request.output_tokens for request in observations if request.state == "done" and request.output_tokens]
     typical = float(np.mean(ended)) if ended else 1.0
     token_counts = []
@@ -190,7 +190,9 @@ def lengths(observations: Sequence[RequestObservation], times: PhaseTimes, now: 
     return token_counts
 
 
-def phase_times(observations: Sequence[RequestObservation], room: DecodeCapacity = ROOM_UNKNOWN) -> PhaseTimes | None:
+def phase_times(
+    observations: Sequence[RequestObservation], capacity: DecodeCapacity = UNKNOWN_CAPACITY
+) -> PhaseTimes | None:
     """Lines through what was measured; None: something was not measured yet."""
     prefill = fit_line(_computed(observations))
     if prefill is None:
@@ -201,7 +203,7 @@ def phase_times(observations: Sequence[RequestObservation], room: DecodeCapacity
     if prefill is None:
         return None
     answers = [request for request in answers if request.streams] or answers  # of the others, tokens are estimated
-    beside = _beside(answers, observations)
+    beside = _mean_concurrency(answers, observations)
     decode = fit_answers(_decoded(answers, beside, _Stalls(observations), prefill[1]))
     if decode is None:
         return None
@@ -217,7 +219,7 @@ def phase_times(observations: Sequence[RequestObservation], room: DecodeCapacity
         decode_sequence_s=growth,
         first_token_s=float(np.quantile(hand_offs, _QUICK)) if hand_offs else 0.0,
         hand_off_s=delay,
-        max_sequences=room.fits(mean_tokens),
+        max_sequences=capacity.fits(mean_tokens),
     )
 
 
@@ -243,9 +245,9 @@ def _computed(observations: Sequence[RequestObservation]) -> list[tuple[float, f
     return points
 
 
-def _beside(answers: Sequence[RequestObservation], observations: Sequence[RequestObservation]) -> Vector:
-    """How many answers ran on the instance of each, in the mean of its time. What routers report is that of two
-    moments, and of one router; it is used where the times of some answers are not known, or too short."""
+def _mean_concurrency(answers: Sequence[RequestObservation], observations: Sequence[RequestObservation]) -> Vector:
+    """Mean number of answers that ran on the instance of each answer. A router reports it for two moments, and for its
+    own answers only; that is used where the times of some answers are not known, or too short."""
     if not all(request.streams for request in observations):
         return np.array([request.beside for request in answers])
     spans: dict[str, list[tuple[float, float]]] = {}

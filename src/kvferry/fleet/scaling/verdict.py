@@ -1,5 +1,5 @@
-"""Whether prefill and decode on different instances are worth it for the traffic that a fleet has: in numbers, and in
-one sentence."""
+"""The verdict on prefill and decode on different instances for the traffic of a fleet: in numbers, and in a
+sentence."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvferry.core.settings.units import percent
 from kvferry.fleet.scaling.predictor import LatencyTargets, Prediction
 from kvferry.fleet.scaling.scaler import Forecast
 from kvferry.fleet.scaling.scaling_rules import Counts, ScalingRules
-from kvferry.fleet.scaling.traffic import ROOM_UNKNOWN, DecodeCapacity, PhaseTimes, Workload
+from kvferry.fleet.scaling.traffic import UNKNOWN_CAPACITY, DecodeCapacity, PhaseTimes, Workload
 from kvferry.fleet.scaling.traffic_meter import phase_times, share_within, workload_of
 
 _ALIKE = 0.005
-"""Shares that differ by less are the same: then what is simpler is better."""
+"""Shares that differ by less count as equal: then the simpler arrangement is better."""
 MIN_REQUESTS = 20
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """One way to use instances, and what is expected of it."""
+    """One way to use instances, and its expected shares."""
 
     counts: Counts
     expected: Prediction
@@ -31,10 +31,10 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`now`, `split`, `whole`: as the fleet is, and the best of as many instances with P and D apart (None: there are
-    not two) or for both phases. `least_split`, `least_whole`: the fewest instances that keep the goal; None: none up to
-    `most_tried` do. `stall_s`: how long a typical prompt, and one in a hundred, stops the answers beside it on one
-    instance."""
+    """`now`, `split`, `aggregated`: the present arrangement, and the best of as many instances with P and D apart
+    (None: there are not two) or for both phases. `smallest_split`, `smallest_aggregated`: the fewest instances that
+    keep the goal; None: none up to `max_tried` do. `stall_s`: seconds for which a typical prompt, and one in a hundred,
+    stops the answers beside it on one instance."""
 
     targets: LatencyTargets
     goal: float
@@ -44,43 +44,46 @@ class Verdict:
     measured: float | None
     now: Arrangement
     split: Arrangement | None
-    whole: Arrangement
-    least_split: Arrangement | None
-    least_whole: Arrangement | None
-    most_tried: int
+    aggregated: Arrangement
+    smallest_split: Arrangement | None
+    smallest_aggregated: Arrangement | None
+    max_tried: int
     stall_s: tuple[float, float]
 
     @property
     def disaggregates(self) -> bool:
-        """Whether P and D apart keep more requests within the targets, or keep the goal with fewer instances."""
+        """True if P and D apart keep more requests within the targets, or keep the goal with fewer instances."""
         if self.split is None:
             return False
-        gained = self.split.expected.attained - self.whole.expected.attained
+        gained = self.split.expected.attained - self.aggregated.expected.attained
         if gained <= -_ALIKE:
             return False
-        return gained > _ALIKE or _fewer(self.least_split, self.least_whole)
+        return gained > _ALIKE or _fewer(self.smallest_split, self.smallest_aggregated)
 
     def sentence(self) -> str:
-        """What to do, with the reason in numbers."""
-        whole = _told(self.whole)
+        """The recommendation, with the reason in numbers."""
+        aggregated = _describe(self.aggregated)
         if self.split is None:
-            return f"Do not disaggregate: there is one instance; {whole}."
-        split = _told(self.split)
+            return f"Do not disaggregate: there is one instance; {aggregated}."
+        split = _describe(self.split)
         if self.disaggregates:
             saved = ""
-            if self.least_split is not None and _fewer(self.least_split, self.least_whole):
-                smallest = "more" if self.least_whole is None else str(self.least_whole.counts.total)
-                saved = f", and {self.least_split.counts.total} instances are enough for the goal instead of {smallest}"
-            return f"Disaggregate: {split}, {whole}{saved}."
-        if _fewer(self.least_whole, self.least_split) and self.least_whole is not None:
-            smallest = "more" if self.least_split is None else str(self.least_split.counts.total)
+            if self.smallest_split is not None and _fewer(self.smallest_split, self.smallest_aggregated):
+                smallest = "more" if self.smallest_aggregated is None else str(self.smallest_aggregated.counts.total)
+                saved = (
+                    f", and {self.smallest_split.counts.total} instances are enough for the goal instead of {smallest}"
+                )
+            return f"Disaggregate: {split}, {aggregated}{saved}."
+        if _fewer(self.smallest_aggregated, self.smallest_split) and self.smallest_aggregated is not None:
+            smallest = "more" if self.smallest_split is None else str(self.smallest_split.counts.total)
+            total = self.smallest_aggregated.counts.total
             return (
-                f"Do not disaggregate: {whole}, {split}; for the goal, {self.least_whole.counts.total} for both phases"
-                f" would be enough, and with P and D apart {smallest}."
+                f"Do not disaggregate: {aggregated}, {split}; for the goal, {total} for both phases would be enough,"
+                f" and with P and D apart {smallest}."
             )
-        if self.split.expected.attained < self.whole.expected.attained - _ALIKE:
-            return f"Do not disaggregate: {whole}, {split}."
-        return f"Do not disaggregate: it would bring nothing for this traffic; {whole}, {split}."
+        if self.split.expected.attained < self.aggregated.expected.attained - _ALIKE:
+            return f"Do not disaggregate: {aggregated}, {split}."
+        return f"Do not disaggregate: it would bring nothing for this traffic; {aggregated}, {split}."
 
 
 def judge(
@@ -88,11 +91,11 @@ def judge(
     counts: Counts,
     targets: LatencyTargets,
     goal: float = 0.99,
-    room: DecodeCapacity = ROOM_UNKNOWN,
+    capacity: DecodeCapacity = UNKNOWN_CAPACITY,
 ) -> Verdict | None:
-    """Judge by a report's requests; None: fewer than `MIN_REQUESTS` ended, or what takes how long is not known."""
+    """Judge by a report's requests; None: fewer than `MIN_REQUESTS` ended, or the times of phases are not known."""
     observations = [request for request in report.requests if request.state != "failed"]
-    times = phase_times(observations, room)
+    times = phase_times(observations, capacity)
     if times is None or sum(request.state == "done" for request in observations) < MIN_REQUESTS:
         return None
     workload = workload_of(observations, times, min(request.arrived for request in observations), report.now)
@@ -110,15 +113,15 @@ def judge(
         measured=share_within(report.requests, targets.ttft_s, targets.itl_s),
         now=Arrangement(counts, outlook.best(counts)),
         split=_best_split(outlook, total),
-        whole=_whole(outlook, total),
-        least_split=_least(outlook, range(2, limit + 1), _best_split, goal),
-        least_whole=_least(outlook, range(1, limit + 1), _whole, goal),
-        most_tried=limit,
+        aggregated=_aggregated(outlook, total),
+        smallest_split=_smallest(outlook, range(2, limit + 1), _best_split, goal),
+        smallest_aggregated=_smallest(outlook, range(1, limit + 1), _aggregated, goal),
+        max_tried=limit,
         stall_s=(float(np.median(stalls)), float(np.quantile(stalls, 0.99))),
     )
 
 
-def _whole(outlook: Forecast, total: int) -> Arrangement:
+def _aggregated(outlook: Forecast, total: int) -> Arrangement:
     counts = Counts(0, total)
     return Arrangement(counts, outlook.best(counts))
 
@@ -128,7 +131,7 @@ def _best_split(outlook: Forecast, total: int) -> Arrangement | None:
     return max(forms, key=lambda counts: (round(counts.expected.attained, 4), -counts.expected.busiest), default=None)
 
 
-def _least(
+def _smallest(
     outlook: Forecast, totals: range, form: Callable[[Forecast, int], Arrangement | None], goal: float
 ) -> Arrangement | None:
     arrangements = (form(outlook, total) for total in totals)
@@ -146,5 +149,5 @@ def _fewer(arrangement: Arrangement | None, other: Arrangement | None) -> bool:
     return arrangement is not None and (other is None or arrangement.counts.total < other.counts.total)
 
 
-def _told(form: Arrangement) -> str:
+def _describe(form: Arrangement) -> str:
     return f"{form.counts} keep {percent(form.expected.attained)} % within the targets"
