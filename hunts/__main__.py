@@ -1,4 +1,4 @@
-"""`python -m hunts SEED …`, or `FIRST-LAST`: run the scenarios of these seeds, and tell what did not hold."""
+"""`python -m hunts SEED …`, or `FIRST-LAST`: run the scenarios of these seeds, and print the violations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.process_exit import exit_process
 from kvferry.core.streams import OutputError, prepare_streams
 
-_MAX_TOLD = 6
+_MAX_VIOLATIONS = 6
 _FEW_SEEDS = 8
-_MOST_SEEDS = 10**7
-_LONGEST = 1500
+_MAX_SEEDS = 10**7
+_MAX_CHARACTERS = 1500
 
 
 def main(arguments: list[str]) -> int:
-    """Returns 1 if something did not hold."""
+    """Returns 1 if there were violations."""
     parser = argparse.ArgumentParser(prog="python -m hunts", description=__doc__)
     parser.add_argument("seeds", nargs="+", type=_range, help="seeds, or ranges such as 1-200")
     parser.add_argument("--no-faults", action="store_true", help="nothing breaks")
@@ -31,27 +31,27 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--shrink", action="store_true", help="find the few requests and faults with which it fails")
     parser.add_argument("--requests", type=_numbers, help="only these of the seed's, such as 0,3, or none")
     parser.add_argument("--faults", type=_numbers, help="only these of the seed's, such as 0,3, or none")
-    given = parser.parse_args(arguments)
-    if sum(one.stop - one.start for one in given.seeds) > _MOST_SEEDS:
-        parser.error(f"more than {_MOST_SEEDS} seeds at once")
-    seeds = [seed for one in given.seeds for seed in one]
+    options = parser.parse_args(arguments)
+    if sum(seed_range.stop - seed_range.start for seed_range in options.seeds) > _MAX_SEEDS:
+        parser.error(f"more than {_MAX_SEEDS} seeds at once")
+    seeds = [seed for seed_range in options.seeds for seed in seed_range]
     begun, num_failed = SYSTEM_CLOCK.monotonic(), 0
-    if given.shrink or given.log or given.requests is not None or given.faults is not None:
+    if options.shrink or options.log or options.requests is not None or options.faults is not None:
         for seed in seeds:
-            whole = draw_fleet(seed) if given.fleet else draw(seed, with_faults=not given.no_faults)
+            drawn = draw_fleet(seed) if options.fleet else draw(seed, with_faults=not options.no_faults)
             try:
-                scenario = _part(whole, given.requests, given.faults)
+                scenario = _part(drawn, options.requests, options.faults)
             except IndexError:
-                had = f"{len(whole.requests)} requests and {len(whole.faults)} faults"
+                had = f"{len(drawn.requests)} requests and {len(drawn.faults)} faults"
                 parser.error(f"seed {seed} has {had}, which are counted from 0")
-            if given.shrink:
+            if options.shrink:
                 num_failed += _shrink(scenario)
             else:
-                num_failed += _tell(run_any(scenario, keep_log=given.log), log=given.log)
+                num_failed += _print_report(run_any(scenario, keep_log=options.log), log=options.log)
     else:
-        kind: ScenarioKind = "fleet" if given.fleet else "unharmed" if given.no_faults else "deployment"
-        for report in hunt(seeds, jobs=given.jobs, twice_every=given.twice, kind=kind):
-            num_failed += _tell(report, always=len(seeds) <= _FEW_SEEDS)
+        kind: ScenarioKind = "fleet" if options.fleet else "unharmed" if options.no_faults else "deployment"
+        for report in hunt(seeds, jobs=options.jobs, twice_every=options.twice, kind=kind):
+            num_failed += _print_report(report, always=len(seeds) <= _FEW_SEEDS)
             if report.violations:
                 flag = {"deployment": "", "unharmed": " --no-faults", "fleet": " --fleet"}[kind]
                 sys.stdout.write(f"  to shrink it: python -m hunts {report.seed}{flag} --shrink\n")
@@ -79,9 +79,9 @@ def _count(text: str) -> int:
 
 def _numbers(text: str) -> list[int]:
     numbers = [] if text == "none" else text.split(",")
-    if not all(one.isdecimal() for one in numbers):
+    if not all(number.isdecimal() for number in numbers):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 0,3, or none")
-    return [int(one) for one in numbers]
+    return [int(number) for number in numbers]
 
 
 def _part(scenario: AnyScenario, requests: list[int] | None, faults: list[int] | None) -> AnyScenario:
@@ -91,29 +91,29 @@ def _part(scenario: AnyScenario, requests: list[int] | None, faults: list[int] |
     )
 
 
-def _tell(report: Report, *, always: bool = True, log: bool = False) -> bool:
-    """Returns whether something did not hold."""
+def _print_report(report: Report, *, always: bool = True, log: bool = False) -> bool:
+    """Print a report; returns True if it has violations."""
     if log:
         sys.stdout.write("\n".join(report.last_events) + "\n")
     if report.violations or always:
         sys.stdout.write(f"seed {report.seed}: {report.outcomes}, {report.virtual_s:.1f} s, {report.digest}\n")
-    for violation in report.violations[:_MAX_TOLD]:
-        sys.stdout.write(f"  {violation.name}: {violation.what[:_LONGEST]}\n")
+    for violation in report.violations[:_MAX_VIOLATIONS]:
+        sys.stdout.write(f"  {violation.name}: {violation.what[:_MAX_CHARACTERS]}\n")
     sys.stdout.flush()
     return bool(report.violations)
 
 
 def _shrink(scenario: AnyScenario) -> bool:
-    found = shrink(scenario)
-    if found is None:
+    shrunk = shrink(scenario)
+    if shrunk is None:
         sys.stdout.write(f"seed {scenario.seed}: everything holds\n")
         return False
-    _tell(found.report)
-    for fault in found.scenario.faults:
+    _print_report(shrunk.report)
+    for fault in shrunk.scenario.faults:
         sys.stdout.write(f"  {fault}\n")
-    for request in found.scenario.requests:
+    for request in shrunk.scenario.requests:
         sys.stdout.write(f"  a request at {request.at_s:.3f} s, {len(request.prompt)} + {request.max_tokens} tokens\n")
-    sys.stdout.write(f"after {found.num_runs} runs; again: {found.command()}\n")
+    sys.stdout.write(f"after {shrunk.num_runs} runs; again: {shrunk.command()}\n")
     return True
 
 

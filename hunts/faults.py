@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated deployment, and when: all of it drawn from a seed before it begins."""
+"""Faults of a simulated deployment and their times, all drawn from a seed before it begins."""
 
 from __future__ import annotations
 
@@ -34,50 +34,50 @@ Kind = Literal[
 StoreKind = Literal["full", "errors", "hang", "slow", "lost blocks", "damaged blocks", "pin"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STORE_KINDS: tuple[StoreKind, ...] = get_args(StoreKind)
-"""What happens to stores. No request may be lost by one of these."""
+"""Faults of stores. No request may be lost by one of these."""
 OUTSIDE: tuple[Kind, ...] = ("stall", "stall router", "cut", "reset", "lose", "late", "clock")
-"""What happens to processes, machines and the network, but ends nothing: it may happen to a fleet as well."""
+"""Faults of processes, machines and the network that end no process: a fleet may have them as well."""
 GENTLE: tuple[Kind, ...] = ("clock", "drain", "roll", "role")
 """No request may be lost by one of these, where another instance of the role is left."""
-_LOOKS_EVERY_S = 0.05
+_POLL_S = 0.05
 _STOPS_WITHIN_S = 60.0
 _CLOCK_FACTOR = 100.0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `place` and `other` choose whom it meets; `seconds`: how long it lasts.
+    """One fault. `choice` and `second_choice` (0 to 1) choose its targets; `seconds`: its duration.
 
-    crash: a process ends, and is started again; power: its machine does, and nobody hears of it; stall: a process runs
-    nothing; cut: nothing arrives between two hosts; reset: a connection breaks; lose: what is sent on a connection from
-    now on never arrives; late: all between two hosts takes up to `seconds` longer; clock: a wall clock jumps, and jumps
-    back; stop: a process ends as at SIGTERM, and is started again. What operators do: drain an instance, and add it
-    again; roll: stop it in between; role: give it the other role, and its own again.
+    crash: a process ends, and is started again; power: its machine does, and its peers get no message of it; stall: a
+    process runs nothing; cut: nothing arrives between two hosts; reset: a connection breaks; lose: further data on a
+    connection never arrives; late: all between two hosts takes up to `seconds` longer; clock: a wall clock jumps, and
+    jumps back; stop: a process ends as at SIGTERM, and is started again. Changes by operators: drain an instance, and
+    add it again; roll: stop it in between; role: give it the other role, and its own again.
 
     Of a store's disk: full: nothing can be written; errors: nothing can be read or written; hang: no call returns;
     slow: all takes fifty times as long; lost blocks, damaged blocks: this happens to a share of its files. pin: an
-    operator has an instance pin what its stores have of a prompt, and unpin it.
+    operator has an instance pin the stored blocks of a prompt, and unpin them.
     """
 
     at_s: float
     kind: Kind | StoreKind
-    place: float
-    other: float
+    choice: float
+    second_choice: float
     seconds: float
 
 
 def draw_faults(random: Random, number: int, within_s: float, kinds: Sequence[Kind | StoreKind] = KINDS) -> list[Fault]:
     """Faults at any time within `within_s`; most are short, a few last long."""
-    found = []
+    faults = []
     for _ in range(number):
         seconds = random.choice((0.05, 0.3, 1.5, 6.0)) * (0.5 + random.random())
         fault = Fault(random.random() * within_s, random.choice(kinds), random.random(), random.random(), seconds)
-        found.append(fault)
-    return sorted(found, key=lambda one: one.at_s)
+        faults.append(fault)
+    return sorted(faults, key=lambda fault: fault.at_s)
 
 
 class FaultInjector:
-    """Lets faults happen in a world. `lasting`: how many last at the moment."""
+    """Applies faults to a world. `lasting`: number of faults that last at the moment."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -86,30 +86,30 @@ class FaultInjector:
         self._pinned: list[Sequence[int]] = []
 
     def schedule(self, faults: list[Fault]) -> None:
-        """Let these happen, each at its time from now."""
+        """Apply each of these at its time from now."""
         now = self._world.simulation.now
         for fault in faults:
             self.lasting += 1
-            self._loop.call_at(now + fault.at_s, self._happen, fault)
+            self._loop.call_at(now + fault.at_s, self._apply, fault)
 
-    def _happen(self, fault: Fault) -> None:
+    def _apply(self, fault: Fault) -> None:
         world = self._world
         if not (world.instances and world.routers):  # of a fleet that has none at the moment
-            self._over()
+            self._end_one()
             return
-        instance = world.instances[int(fault.place * len(world.instances))]
-        router = world.routers[int(fault.place * len(world.routers))]
+        instance = world.instances[int(fault.choice * len(world.instances))]
+        router = world.routers[int(fault.choice * len(world.routers))]
         match fault.kind:
             case "crash" | "power":
                 if not instance.process.is_alive or instance.engine is None:
-                    self._over()
+                    self._end_one()
                     return
                 instance.host.is_up = fault.kind == "crash"
                 instance.process.crash()
                 self._later(fault, instance.restart)
             case "crash router":
                 if router.router is None:
-                    self._over()
+                    self._end_one()
                     return
                 router.crash()
                 self._later(fault, router.restart)
@@ -118,23 +118,25 @@ class FaultInjector:
             case "stall router":
                 self._stall(router.process, fault)
             case "cut":
-                one, other = self._pair(fault)
-                world.network.partition(one, other)
-                self._later(fault, lambda: world.network.repair(one, other))
+                first, other = self._pair(fault)
+                world.network.partition(first, other)
+                self._later(fault, lambda: world.network.repair(first, other))
             case "late":
-                one, other = self._pair(fault)
-                world.network.slow_down(one, other, fault.seconds)
-                self._later(fault, lambda: world.network.slow_down(one, other, 0.0))
+                first, other = self._pair(fault)
+                world.network.slow_down(first, other, fault.seconds)
+                self._later(fault, lambda: world.network.slow_down(first, other, 0.0))
             case "reset" | "lose":
                 self._break(fault)
             case "clock":
-                self._jump(instance.host, math.copysign(fault.seconds * _CLOCK_FACTOR, fault.other - 0.5), fault)
+                self._jump(
+                    instance.host, math.copysign(fault.seconds * _CLOCK_FACTOR, fault.second_choice - 0.5), fault
+                )
             case "stop":
-                self._stop(instance, self._over)
+                self._stop(instance, self._end_one)
             case "drain" | "roll":
                 self._drain(instance, fault)
             case "full" | "errors" | "hang" | "slow" | "lost blocks" | "damaged blocks":
-                self._meet_store(fault)
+                self._break_store(fault)
             case "pin":
                 self._pin(instance, fault)
             case "role":
@@ -143,7 +145,7 @@ class FaultInjector:
                 self._change_role(instance, other_role)
                 self._later(fault, lambda: self._change_role(instance, own))
 
-    def _meet_store(self, fault: Fault) -> None:
+    def _break_store(self, fault: Fault) -> None:
         simulation, storage = self._world.simulation, self._world.storage
         until = simulation.now + fault.seconds
         simulation.note(f"the disk of the stores: {fault.kind} for {fault.seconds:.6f} s")
@@ -157,21 +159,21 @@ class FaultInjector:
             case "slow":
                 storage.disk.slow_until = max(storage.disk.slow_until, until)
             case "lost blocks":
-                storage.lose(simulation.random, fault.place)
+                storage.lose(simulation.random, fault.choice)
             case _:
-                storage.damage(simulation.random, fault.place)
+                storage.damage(simulation.random, fault.choice)
         self._later(fault, lambda: None)
 
     def _pin(self, instance: SimInstance, fault: Fault) -> None:
         results = self._world.results
         if results:
-            self._pinned.append(results[int(fault.other * len(results))].spec.prompt)
+            self._pinned.append(results[int(fault.second_choice * len(results))].spec.prompt)
             self._world.simulation.note(f"{instance.name} is to pin {len(self._pinned[-1])} tokens")
             instance.keep(self._pinned[-1], pin=True)
         self._later(fault, self.unpin)
 
     def unpin(self) -> None:
-        """Have all instances unpin all that was pinned: it is not known which one has pinned it."""
+        """Have all instances unpin all pinned prompts, as it is not known which instance has pinned them."""
         for prompt in self._pinned:
             for instance in self._world.instances:
                 instance.keep(prompt, pin=False)
@@ -184,17 +186,19 @@ class FaultInjector:
         self._operate(f"has {instance.name} as {role}", lambda membership: membership.change_role(instance.url, role))
 
     def _break(self, fault: Fault) -> None:
-        """Break a connection, or let it be forgotten; not a client's, which would only wait."""
+        """Break a connection, or lose its data; not a client's, which would only wait."""
         world = self._world
-        connections = [one for one in world.network.open_connections() if one.process.name != "clients"]
+        connections = [
+            connection for connection in world.network.open_connections() if connection.process.name != "clients"
+        ]
         if connections:
-            connection = connections[int(fault.other * len(connections))]
+            connection = connections[int(fault.second_choice * len(connections))]
             if fault.kind == "lose":
                 world.network.lose(connection)
             else:
                 world.simulation.note(f"a connection of {connection.process.name} breaks")
                 connection.reset()
-        self._over()
+        self._end_one()
 
     def _jump(self, host: SimHost, seconds: float, fault: Fault) -> None:
         def back() -> None:
@@ -209,7 +213,7 @@ class FaultInjector:
 
         def add() -> None:
             self._operate(f"has {instance.name} again", lambda membership: membership.add(role, instance.url))
-            self._over()
+            self._end_one()
 
         self._operate(f"sends {instance.name} nothing new", lambda membership: membership.drain(instance.url))
         if fault.kind == "drain":
@@ -218,14 +222,15 @@ class FaultInjector:
             self._loop.call_later(fault.seconds, self._stop, instance, add)
 
     def _stop(self, instance: SimInstance, then: Callable[[], None]) -> None:
-        """Have a process end by itself, and start the next one when it has; one that does not serve is left alone."""
+        """Have a process end by itself, and start the next one after that; a process that does not serve is left
+        alone."""
         process, begun = instance.process, self._loop.time()
 
         def look() -> None:
             if instance.process is not process or not process.is_alive:  # something else has ended it
                 then()
             elif process.tasks() and self._loop.time() - begun < _STOPS_WITHIN_S:
-                self._loop.call_later(_LOOKS_EVERY_S, look)
+                self._loop.call_later(_POLL_S, look)
             else:
                 process.crash()
                 instance.restart()
@@ -245,16 +250,16 @@ class FaultInjector:
     def _pair(self, fault: Fault) -> tuple[SimHost, SimHost]:
         """Two hosts, but not the clients': they would only wait."""
         hosts = self._world.hosts()
-        one = hosts.pop(int(fault.place * len(hosts)))
-        return one, hosts[int(fault.other * len(hosts))]
+        first = hosts.pop(int(fault.choice * len(hosts)))
+        return first, hosts[int(fault.second_choice * len(hosts))]
 
     def _later(self, fault: Fault, end: object) -> None:
         def over() -> None:
             assert callable(end)
             end()
-            self._over()
+            self._end_one()
 
         self._loop.call_later(fault.seconds, over)
 
-    def _over(self) -> None:
+    def _end_one(self) -> None:
         self.lasting -= 1

@@ -1,4 +1,4 @@
-"""Scenarios of fleets that a seed decides: what is wanted changes, members die, and so does the controller."""
+"""Scenarios of fleets that a seed decides: their specs change, members die, and so does the controller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from hunts.faults import OUTSIDE, Fault, FaultInjector, draw_faults
-from hunts.invariants import FleetSteps, Violation, of_bounds
+from hunts.invariants import FleetSteps, Violation, check_bounds
 from hunts.scenario import Report, draw, judged, require_finished
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 from kvferry.sim.fleet import FleetWorld
@@ -16,38 +16,38 @@ from kvferry.sim.world import RequestSpec, WorldSpec
 
 ChangeKind = Literal["scale", "swap", "roll", "kill", "controller", "stand"]
 KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
-_BECOMES_SO_S = 120.0
+_CONVERGES_S = 120.0
 _SCALED_SHARE = 0.35
 """Share of the seeds whose fleet has `[scale]`."""
 _AGAIN_S = (0.0, 0.5, 2.5)
-"""When each request comes to such a fleet, after its time in one without."""
-_MOST = 4
-"""Instances of a role that such a fleet has at most."""
+"""Times at which each request comes to such a fleet, after its time in a fleet without `[scale]`."""
+_MAX_INSTANCES = 4
+"""Largest number of instances of a role in such a fleet."""
 _TWO_CONTROLLERS_SHARE = 0.4
 _STANDS_S = 18.0
-"""How long a controller stands still at least, which is longer than others wait for its lease."""
+"""Seconds that a controller stands still at least, which is longer than others wait for its lease."""
 _GENTLE: tuple[ChangeKind, ...] = ("roll", "controller", "stand")
 """Changes during which no request may be lost, if each role is there twice."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to a fleet: another number of instances is wanted (`scale`; a fleet with `[scale]` loses it, or has
-    it again), one more of a role and one less of the other (`swap`), or others in their places (`roll`); a member dies
-    (`kill`), or the controller, and after `seconds` there is another one; or the controller stands still for longer
-    than its lease (`stand`). `place` and `other` choose.
+    """A change of a fleet: another number of instances (`scale`; a fleet with `[scale]` loses it, or gets it again),
+    one more of a role and one less of the other (`swap`), or another revision (`roll`). A member dies (`kill`), or the
+    controller, and after `seconds` there is another one; or the controller stands still for longer than its lease
+    (`stand`). `choice` and `second_choice` choose.
     """
 
     at_s: float
     kind: ChangeKind
-    place: float
-    other: float
+    choice: float
+    second_choice: float
     seconds: float
 
 
 @dataclass(frozen=True)
 class FleetScenario:
-    """A fleet with `counts` of instances and routers, what it is asked, and what happens to it."""
+    """A fleet with `counts` of instances and routers, its requests, and its changes and faults."""
 
     seed: int
     world: WorldSpec
@@ -62,34 +62,35 @@ class FleetScenario:
     num_controllers: int = 1
 
     @property
-    def loses_nothing(self) -> bool:
-        """Whether each request must be answered, unless its client leaves: nobody dies but the controller, and each
-        role is there twice."""
+    def must_answer_all(self) -> bool:
+        """True if each request must be answered, unless its client leaves: only controllers die, and each role has two
+        instances."""
         keeps = self.world.instance.kv_load_failure_policy == "recompute" and min(self.counts[:2]) > 1
         stays = self.scale is None or "idle" not in self.scale
-        return keeps and stays and all(one.kind in _GENTLE for one in self.faults)
+        return keeps and stays and all(fault.kind in _GENTLE for fault in self.faults)
 
     @property
     def is_undisturbed(self) -> bool:
-        """Whether nothing dies or breaks but controllers, so that all routers know what their controller wants."""
-        return all(isinstance(one, Change) and one.kind != "kill" for one in self.faults)
+        """True if only controllers die and nothing else breaks, so that all routers have their controller's
+        declaration."""
+        return all(isinstance(fault, Change) and fault.kind != "kill" for fault in self.faults)
 
     def fleet(self, counts: tuple[int, int, int], stamp: str = "", *, is_scaled: bool = True) -> DesiredFleet:
         """The fleet with other counts. `is_scaled`: with `[scale]`, if the scenario has it."""
         prefill, decode, routers = counts
         role: dict[str, dict[str, Any]] = {"prefill": {"count": prefill}, "decode": {"count": decode}}
-        given = {"name": "simulated", "model": "simulated", "mode": "pooling", "router": {"count": routers}}
+        table = {"name": "simulated", "model": "simulated", "mode": "pooling", "router": {"count": routers}}
         if self.scale is not None:
-            bounds = {"min": 0 if "idle" in self.scale else 1, "max": _MOST}
+            bounds = {"min": 0 if "idle" in self.scale else 1, "max": _MAX_INSTANCES}
             for name, other in (("prefill", "decode"), ("decode", "prefill")):
                 role[name] |= bounds | {"can_be": [other] if self.world.instance.takes_any_role else []}
-            given |= {} if "budget" in self.scale else {"roll": {"unavailable": 1}}
-            given |= {"scale": self.scale} if is_scaled else {}
-        return fleet_from({**given, "role": role, "stamp": stamp})
+            table |= {} if "budget" in self.scale else {"roll": {"unavailable": 1}}
+            table |= {"scale": self.scale} if is_scaled else {}
+        return fleet_from({**table, "role": role, "stamp": stamp})
 
     def only(self, requests: Sequence[int], faults: Sequence[int]) -> FleetScenario:
         return replace(
-            self, requests=[self.requests[one] for one in requests], faults=[self.faults[one] for one in faults]
+            self, requests=[self.requests[index] for index in requests], faults=[self.faults[index] for index in faults]
         )
 
 
@@ -108,14 +109,14 @@ def draw_fleet(seed: int) -> FleetScenario:
     own = Random(f"kvferry scale {seed}")  # so that the other seeds stay what they were
     scale, world, requests = None, plain.world, plain.requests
     if own.random() < _SCALED_SHARE:
-        scale = _draw_scale(own) | ({"budget": _MOST} if is_gentle else {})
-        requests = [replace(one, at_s=one.at_s + again) for again in _AGAIN_S for one in plain.requests]
-        requests.sort(key=lambda one: one.at_s)
+        scale = _draw_scale(own) | ({"budget": _MAX_INSTANCES} if is_gentle else {})
+        requests = [replace(request, at_s=request.at_s + again) for again in _AGAIN_S for request in plain.requests]
+        requests.sort(key=lambda timed: timed.at_s)
         room = len(_AGAIN_S) * world.instance.max_waiting  # else they may be refused without a fault
         world = replace(world, instance=replace(world.instance, max_waiting=room))
     other = Random(f"kvferry controllers {seed}")
     num_controllers = 2 if other.random() < _TWO_CONTROLLERS_SHARE else 1
-    changes.sort(key=lambda one: one.at_s)
+    changes.sort(key=lambda timed: timed.at_s)
     return FleetScenario(seed, world, counts, requests, changes, scale, num_controllers)
 
 
@@ -136,7 +137,7 @@ def _draw_scale(random: Random) -> dict[str, Any]:
 
 
 class _Changes:
-    """Lets changes happen in a fleet. Owns what is wanted."""
+    """Applies changes to a fleet. Owns its desired state."""
 
     def __init__(self, world: FleetWorld, scenario: FleetScenario) -> None:
         self._world, self._scenario, self._counts, self._stamp = world, scenario, scenario.counts, 0
@@ -144,31 +145,31 @@ class _Changes:
         self.num_open = 0
 
     def schedule(self, changes: list[Change]) -> None:
-        """Let each change happen at its time, counted from now."""
+        """Apply each change at its time, counted from now."""
         begins = self._world.simulation.now
         self.num_open += len(changes)
         for change in changes:
-            self._world.network.loop.call_at(begins + change.at_s, self._happen, change)
+            self._world.network.loop.call_at(begins + change.at_s, self._apply, change)
 
-    def _happen(self, change: Change) -> None:
+    def _apply(self, change: Change) -> None:
         world, loop = self._world, self._world.network.loop
         match change.kind:
             case "scale":
-                self._counts = (1 + int(change.place * 3), 1 + int(change.other * 3), self._counts[2])
+                self._counts = (1 + int(change.choice * 3), 1 + int(change.second_choice * 3), self._counts[2])
                 self._is_scaled = not self._is_scaled
-                self._want()
+                self._apply_fleet()
             case "swap":
                 prefill, decode, routers = self._counts
                 moved = 1 if decode > 1 else -1 if prefill > 1 else 0
                 self._counts = (prefill + moved, decode - moved, routers)
-                self._want()
+                self._apply_fleet()
             case "roll":
                 self._stamp += 1
-                self._want()
+                self._apply_fleet()
             case "kill":
                 started = list(world.started.values())
                 if started:
-                    started[int(change.place * len(started))].what.crash()
+                    started[int(change.choice * len(started))].what.crash()
             case "controller":
                 if world.controller_process.is_alive:
                     world.controller_process.crash()
@@ -177,23 +178,23 @@ class _Changes:
             case "stand":
                 seconds = _STANDS_S + 8.0 * change.seconds
                 world.controller_process.stall(seconds)
-                loop.call_later(seconds, self._over)
+                loop.call_later(seconds, self._end_one)
                 return
         self.num_open -= 1
 
-    def _want(self) -> None:
+    def _apply_fleet(self) -> None:
         self._world.apply(self._scenario.fleet(self._counts, str(self._stamp), is_scaled=self._is_scaled))
 
     def _start_controller(self) -> None:
         self._world.start_controllers()
-        self._over()
+        self._end_one()
 
-    def _over(self) -> None:
+    def _end_one(self) -> None:
         self.num_open -= 1
 
 
 def run_fleet(scenario: FleetScenario, *, keep_log: bool = False) -> Report:
-    """Let it happen, and look whether everything held that must."""
+    """Run the scenario, and check all invariants."""
     world = FleetWorld(
         scenario.world,
         scenario.fleet(scenario.counts),
@@ -205,14 +206,14 @@ def run_fleet(scenario: FleetScenario, *, keep_log: bool = False) -> Report:
     world.on_start = steps.require_room
     if scenario.is_undisturbed:
         world.on_stop = steps.require_drained
-    with judged(world, scenario, lambda: [*of_bounds(world), *steps.violations]) as report:
+    with judged(world, scenario, lambda: [*check_bounds(world), *steps.violations]) as report:
         changes, breaker = _Changes(world, scenario), FaultInjector(world)
         if not world.is_settled:
             report.violations.append(Violation("a fleet becomes what is wanted", "it does not come up"))
-        changes.schedule([one for one in scenario.faults if isinstance(one, Change)])
-        breaker.schedule([one for one in scenario.faults if isinstance(one, Fault)])
+        changes.schedule([change for change in scenario.faults if isinstance(change, Change)])
+        breaker.schedule([change for change in scenario.faults if isinstance(change, Fault)])
         require_finished(world, report)
-        if not world.run_until(lambda: not (changes.num_open or breaker.lasting) and world.is_settled, _BECOMES_SO_S):
+        if not world.run_until(lambda: not (changes.num_open or breaker.lasting) and world.is_settled, _CONVERGES_S):
             seen = world.ledger.status()
             report.violations.append(Violation("a fleet becomes what is wanted", f"{seen}"))
         report.violations.extend(steps.violations)

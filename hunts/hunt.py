@@ -1,4 +1,4 @@
-"""Many seeds, and what is left of one that fails when everything is taken away that it does not need.
+"""Runs of many seeds, and the smallest part of a failing scenario that still fails.
 
 Seeds run in processes of their own, each forked from one that has imported everything. Some run twice: their events
 must be the same, bit for bit.
@@ -49,13 +49,13 @@ def hunt(
 ) -> Iterator[Report]:
     """The reports of all these seeds, in their order. One of `twice_every` runs twice; 0: none."""
     gc.freeze()  # what is imported stays: collections between two seeds need not look at it
-    tasks = [(seed, bool(twice_every) and place % twice_every == 0) for place, seed in enumerate(seeds)]
-    one = partial(_run_one, kind=kind)
+    tasks = [(seed, bool(twice_every) and index % twice_every == 0) for index, seed in enumerate(seeds)]
+    run_task = partial(_run_one, kind=kind)
     if jobs == 1:
-        yield from map(one, tasks)
+        yield from map(run_task, tasks)
         return
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap(one, tasks, _SEEDS_AT_ONCE)
+        yield from pool.imap(run_task, tasks, _SEEDS_AT_ONCE)
         pool.close()
         pool.join()
 
@@ -72,7 +72,7 @@ def run_any(scenario: AnyScenario, *, keep_log: bool = False) -> Report:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What is left of a scenario, by the numbers of its requests and faults, and what still does not hold."""
+    """The rest of a scenario, by the numbers of its requests and faults, and the report of its violations."""
 
     scenario: AnyScenario
     requests: list[int]
@@ -82,18 +82,18 @@ class Shrunk:
 
     def command(self) -> str:
         """Runs it again, with all its events."""
-        requests, faults = (",".join(map(str, one)) or "none" for one in (self.requests, self.faults))
+        requests, faults = (",".join(map(str, numbers)) or "none" for numbers in (self.requests, self.faults))
         kind = " --fleet" if isinstance(self.scenario, FleetScenario) else ""
         return f"python -m hunts {self.scenario.seed}{kind} --requests {requests} --faults {faults} --log"
 
 
 def shrink(
-    scenario: AnyScenario, *, most_runs: int = 300, run: Callable[[AnyScenario], Report] = run_any
+    scenario: AnyScenario, *, max_runs: int = 300, run: Callable[[AnyScenario], Report] = run_any
 ) -> Shrunk | None:
     """Take faults and requests away, large parts first, for as long as an invariant fails that failed at first. Runs
-    the scenario at most `most_runs` times. None: all invariants hold."""
+    the scenario at most `max_runs` times. None: all invariants hold."""
     first = run(scenario)
-    names = {one.name for one in first.violations}
+    names = {violation.name for violation in first.violations}
     if not names:
         return None
     best, num_runs = first, 1
@@ -103,13 +103,13 @@ def shrink(
         nonlocal best, num_runs
         num_runs += 1
         report = run(scenario.only(requests, faults))
-        if names.isdisjoint(one.name for one in report.violations):
+        if names.isdisjoint(violation.name for violation in report.violations):
             return False
         best = report
         return True
 
     def bounded() -> bool:
-        return num_runs < most_runs
+        return num_runs < max_runs
 
     changed = True
     while changed and bounded():
@@ -124,12 +124,12 @@ def _fewer(items: list[int], fails: Callable[[list[int]], bool], bounded: Callab
     """Take parts away, ever smaller ones down to single items, if it still fails without them."""
     size = len(items)
     while size >= 1 and bounded():
-        place = 0
-        while place < len(items) and bounded():
-            rest = items[:place] + items[place + size :]
+        index = 0
+        while index < len(items) and bounded():
+            rest = items[:index] + items[index + size :]
             if fails(rest):
                 items = rest
             else:
-                place += size
+                index += size
         size //= 2
     return items

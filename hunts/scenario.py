@@ -1,4 +1,4 @@
-"""Scenarios that a seed decides, and what comes of them. `python -m hunts SEED …` runs them."""
+"""Scenarios that a seed decides, and their reports. `python -m hunts SEED …` runs them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Protocol
 from hunts.faults import GENTLE, KINDS, STORE_KINDS, Fault, FaultInjector, draw_faults
 from hunts.invariants import (
     Violation,
-    of_blocks,
-    of_code,
-    of_hand_offs,
-    of_leases,
-    of_requests,
-    of_rest,
-    of_steps,
-    of_stores,
+    check_blocks,
+    check_errors,
+    check_hand_offs,
+    check_idle,
+    check_leases,
+    check_requests,
+    check_steps,
+    check_stores,
 )
 from hunts.stores import draw_store
 from hunts.variants import direct, draw_variant, longest_prompt, many, slow, with_turns
@@ -31,7 +31,7 @@ from kvferry.sim.world import RequestSpec, World, WorldSpec
 LEASE_S = 1.0
 SETTLES_S = 10.0
 """Seconds after the last request and fault in which leases, loads and timeouts of the connectors end."""
-_LOOKED_AT_EVERY_S = 0.25
+_CHECK_EVERY_S = 0.25
 _STORES_ARE_BACK_S = 3.0
 """Instances use a store again so long after it has been well: `store.breaker`."""
 _STORE_SHARE = 0.35
@@ -50,40 +50,40 @@ _IMPATIENT = {
     "busy_wait_s": 2.0,
     "health_timeout_s": 1.0,
 }
-"""Limits of the router, far shorter than their defaults, so that nobody waits a minute for a dead machine."""
+"""Limits of the router, far shorter than their defaults, so that no request waits a minute for a dead machine."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A deployment, what it is asked, and what goes wrong."""
+    """A deployment, its requests, and its faults."""
 
     seed: int
     world: WorldSpec
     requests: list[RequestSpec]
     faults: list[Fault]
     keeps_hand_offs: bool = False
-    """Whether no hand-off may be lost: nothing breaks, and there is time for all of them."""
+    """True if no hand-off may be lost: nothing breaks, and there is time for all of them."""
 
     @property
-    def loses_nothing(self) -> bool:
-        """Whether each request must be answered, unless its client leaves. With the policy `fail`, a hand-off that
+    def must_answer_all(self) -> bool:
+        """True if each request must be answered, unless its client leaves. With the policy `fail`, a hand-off that
         takes too long is an error, which needs no fault."""
         if self.world.instance.kv_load_failure_policy == "fail":
             return False
         enough = min(self.world.num_prefill, self.world.num_decode) > 1
-        kinds = [one.kind for one in self.faults]
-        return all(one in STORE_KINDS for one in kinds) or (enough and len(kinds) == 1 and kinds[0] in GENTLE)
+        kinds = [fault.kind for fault in self.faults]
+        return all(kind in STORE_KINDS for kind in kinds) or (enough and len(kinds) == 1 and kinds[0] in GENTLE)
 
     def only(self, requests: Sequence[int], faults: Sequence[int]) -> Scenario:
         """The scenario with only these of its requests and faults, by their numbers."""
         return replace(
-            self, requests=[self.requests[one] for one in requests], faults=[self.faults[one] for one in faults]
+            self, requests=[self.requests[index] for index in requests], faults=[self.faults[index] for index in faults]
         )
 
 
 @dataclass
 class Report:
-    """What came of a scenario. `digest` is equal for two runs exactly if all events were."""
+    """The result of a scenario. `digest` is equal for two runs exactly if all events were."""
 
     seed: int
     digest: str = ""
@@ -95,10 +95,10 @@ class Report:
     last_events: list[str] = field(default_factory=list)
 
     def end(self, world: World) -> None:
-        """Note what there was until now."""
+        """Record the state at the end."""
         simulation = world.simulation
-        for one in world.results:
-            self.outcomes[one.outcome] = self.outcomes.get(one.outcome, 0) + 1
+        for result in world.results:
+            self.outcomes[result.outcome] = self.outcomes.get(result.outcome, 0) + 1
         self.digest, self.num_events = simulation.log.digest(), simulation.log.num_events
         self.num_callbacks, self.virtual_s = simulation.num_callbacks, simulation.now
         self.last_events = list(simulation.log.last)
@@ -158,7 +158,7 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
             return Scenario(seed, *direct(other, world), [])
         case "many":
             world, requests = many(other, world)
-    within_s = max(one.at_s for one in requests) + 2.0
+    within_s = max(request.at_s for request in requests) + 2.0
     faults: list[Fault] = []
     if with_faults and is_gentle:
         faults = draw_faults(random, 1, within_s, STORE_KINDS if has_store and own.random() < 0.7 else GENTLE)
@@ -169,21 +169,21 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
 
 
 def _repeated(random: Random, requests: Sequence[RequestSpec]) -> list[RequestSpec]:
-    """The same, half of them with the prompt of an earlier one, or its beginning and something else behind: what stores
-    are for."""
-    found: list[RequestSpec] = []
-    for one in requests:
-        if found and random.random() < 0.5:
-            earlier = random.choice(found).prompt
-            place = random.choice((len(earlier), random.randrange(len(earlier) + 1)))
-            prompt = [*earlier[:place], *one.prompt[place:]]
-            one = replace(one, prompt=prompt[: max(len(one.prompt), len(earlier))])
-        found.append(one)
-    return found
+    """The same requests, half of them with the prompt of an earlier one, or with its beginning and another end, so that
+    stores are used."""
+    drawn: list[RequestSpec] = []
+    for request in requests:
+        if drawn and random.random() < 0.5:
+            earlier = random.choice(drawn).prompt
+            num_shared = random.choice((len(earlier), random.randrange(len(earlier) + 1)))
+            prompt = [*earlier[:num_shared], *request.prompt[num_shared:]]
+            request = replace(request, prompt=prompt[: max(len(request.prompt), len(earlier))])
+        drawn.append(request)
+    return drawn
 
 
 def _draw_requests(random: Random, instance: SimInstanceSpec) -> list[RequestSpec]:
-    found, now = [], 0.0
+    drawn, now = [], 0.0
     rate = random.choice((5.0, 20.0, 100.0))
     prefixes = [[random.randrange(instance.vocab_size) for _ in range(96)] for _ in range(3)]
     leaving = random.choice((0.0, 0.1, 0.4))
@@ -195,8 +195,8 @@ def _draw_requests(random: Random, instance: SimInstanceSpec) -> list[RequestSpe
         max_tokens = random.choice((1, 2, 10, 60))
         prompt = prompt[: longest_prompt(instance, max_tokens)]
         leaves = random.expovariate(2.0) if random.random() < leaving else None
-        found.append(RequestSpec(now, prompt, max_tokens, random.getrandbits(32), leaves))
-    return found
+        drawn.append(RequestSpec(now, prompt, max_tokens, random.getrandbits(32), leaves))
+    return drawn
 
 
 def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
@@ -207,7 +207,7 @@ def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
         breaker.schedule(scenario.faults)
         require_finished(world, report)
         if scenario.keeps_hand_offs:
-            report.violations.extend(of_hand_offs(world))
+            report.violations.extend(check_hand_offs(world))
         world.run_until(lambda: not breaker.lasting, 100.0)
         world.run_for(_STORES_ARE_BACK_S)
         breaker.unpin()
@@ -222,7 +222,7 @@ class Judged(Protocol):
     @property
     def requests(self) -> list[RequestSpec]: ...
     @property
-    def loses_nothing(self) -> bool: ...
+    def must_answer_all(self) -> bool: ...
 
 
 @contextmanager
@@ -237,35 +237,35 @@ def judged(world: World, scenario: Judged, always: Callable[[], list[Violation]]
         nonlocal moves
         moves += 1
         if moves % AUDITED_EVERY == 0 and not violations:
-            violations.extend(of_blocks(world) + of_leases(world) + always())
+            violations.extend(check_blocks(world) + check_leases(world) + always())
 
     def audit_step(engine: EngineCore) -> None:
         nonlocal steps
         steps += 1
         if steps % AUDITED_STEPS == 0 and not violations:
-            violations.extend(of_steps(engine))
+            violations.extend(check_steps(engine))
 
     with world.running():
         simulation = world.simulation
         simulation.after_callbacks, simulation.after_step = audit, audit_step
         begins = simulation.now
-        world.submit([replace(one, at_s=one.at_s + begins) for one in scenario.requests])
+        world.submit([replace(request, at_s=request.at_s + begins) for request in scenario.requests])
         yield report
         settled_by = simulation.now + SETTLES_S
-        while (of_rest(world) or of_stores(world)) and simulation.now < settled_by:
-            world.run_for(_LOOKED_AT_EVERY_S)
-        violations += of_requests(world.results, has_faults=not scenario.loses_nothing)
-        violations += of_rest(world) + of_stores(world)
+        while (check_idle(world) or check_stores(world)) and simulation.now < settled_by:
+            world.run_for(_CHECK_EVERY_S)
+        violations += check_requests(world.results, has_faults=not scenario.must_answer_all)
+        violations += check_idle(world) + check_stores(world)
         if not world.end():
             violations.append(Violation("everything can be shut down", "tasks or members are left"))
         if world.network.num_open:
             violations.append(Violation("no connection is left", f"{world.network.num_open} ends are open"))
-        violations += of_code(world)
+        violations += check_errors(world)
         report.end(world)
 
 
 def require_finished(world: World, report: Report) -> None:
     """Run until all requests have ended; a violation if some do not."""
     if not world.finish():
-        waiting = [one.number for one in world.results if not one.ends]
+        waiting = [result.number for result in world.results if not result.ends]
         report.violations.append(Violation("nothing waits without an end", f"requests {waiting}"))

@@ -53,8 +53,8 @@ def _settings(random: Random, instance: SimInstanceSpec) -> dict[str, Any]:
 def capacity_of(instance: SimInstanceSpec) -> int | None:
     """Bytes that the files of its store may take, if that is limited."""
     listed = instance.options.get("connectors", [{"kv_connector_extra_config": instance.options}])
-    urls = [url for one in listed for url in one.get("kv_connector_extra_config", {}).get("store", ())]
-    return next((found for found in map(_room, urls) if found is not None), None)
+    urls = [url for connector in listed for url in connector.get("kv_connector_extra_config", {}).get("store", ())]
+    return next((max_bytes for max_bytes in map(_room, urls) if max_bytes is not None), None)
 
 
 @cache

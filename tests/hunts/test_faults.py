@@ -47,7 +47,7 @@ def test_it_happens_and_is_over(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", GENTLE)
 def test_operators_and_clocks_lose_no_request(kind: Kind) -> None:
     scenario = _scenario(Fault(0.05, kind, 0.6, 0.8, 0.3))
-    assert scenario.loses_nothing
+    assert scenario.must_answer_all
     assert set(run(scenario).outcomes) <= {"complete", "left"}
 
 

@@ -52,7 +52,7 @@ def test_a_fleet_becomes_what_is_wanted(kind: ChangeKind) -> None:
 
 def test_a_roll_during_which_the_controller_dies_loses_no_request() -> None:
     scenario = _scenario(Change(0.1, "roll", 0.0, 0.0, 0.0), Change(0.9, "controller", 0.0, 0.0, 1.0))
-    assert scenario.loses_nothing
+    assert scenario.must_answer_all
     report = run_fleet(scenario)
     assert not report.violations
     assert set(report.outcomes) <= {"complete", "left"}
@@ -108,7 +108,7 @@ def _take_the_dead_for_ready(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_role_that_has_more_members_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_scenario, "_MOST", 2)
+    monkeypatch.setattr(fleet_scenario, "_MAX_INSTANCES", 2)
     scale = {"ttft": "1s", "itl": "1s", "cool_down": "1m"}
     scenario = replace(_scenario(Change(0.1, "roll", 0.0, 0.0, 0.0)), scale=scale)
     assert not run_fleet(scenario).violations
@@ -123,7 +123,7 @@ def _without_max(fleet: DesiredFleet) -> DesiredFleet:
 def test_a_fleet_that_fails_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     _take_the_dead_for_ready(monkeypatch)
     whole = _scenario(Change(0.1, "kill", 0.7, 0.2, 0.5), Change(0.2, "controller", 0.0, 0.0, 0.5))
-    found = shrink(replace(whole, requests=whole.requests[:2]), most_runs=10)
+    found = shrink(replace(whole, requests=whole.requests[:2]), max_runs=10)
     assert found is not None
     assert (found.requests, found.faults) == ([], [0])
     assert found.command() == "python -m hunts 1 --fleet --requests none --faults 0 --log"

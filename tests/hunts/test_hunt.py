@@ -68,7 +68,7 @@ def test_shrinking_has_an_end() -> None:
     def judged(scenario: Scenario) -> Report:
         return Report(1, violations=[Violation("it holds", "")] if len(scenario.requests) == 5 else [])
 
-    found = shrink(_scenario(), most_runs=7, run=judged)
+    found = shrink(_scenario(), max_runs=7, run=judged)
     assert found is not None
     assert found.num_runs <= 7
 
@@ -81,7 +81,7 @@ def test_a_planted_mistake_is_shrunk_and_runs_again(
             raise ValueError("a mistake")
 
     monkeypatch.setattr(P2pSchedulerSide, "completed", fail)
-    found = shrink(draw(1), most_runs=12)
+    found = shrink(draw(1), max_runs=12)
     assert found is not None
     assert len(found.requests) < len(draw(1).requests)
     assert not found.faults

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hunts.faults import Fault
-from hunts.invariants import of_requests
+from hunts.invariants import check_requests
 from hunts.scenario import Report, Scenario, draw, run
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.connectors.p2p.worker import P2pWorkerSide
@@ -248,6 +248,6 @@ def test_tasks_that_are_left_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_what_is_asked_of_each_request(change: Callable[[RequestResult], None], name: str) -> None:
     result = RequestResult(0, RequestSpec(0.0, [1], 1, 1), outcome="complete", status=200, num_tokens=1, ends=1)
-    assert not of_requests([result], has_faults=False)
+    assert not check_requests([result], has_faults=False)
     change(result)
-    assert name in {one.name for one in of_requests([result], has_faults=False)}
+    assert name in {one.name for one in check_requests([result], has_faults=False)}
