@@ -60,15 +60,15 @@ def compare(
     arrivals: Sequence[Arrival],
     start: Counts,
     rules: ScalingRules,
-    wanted: Sequence[str],
+    names: Sequence[str],
     fleet: type[ScaledFleet] | type[ScaledModel] = ScaledFleet,
     dynamo_python: str = "",
 ) -> dict[str, Any]:
     """Figures of each rule."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def run(name: str, rule: Rule, begin: Counts = start) -> dict[str, Any]:
-        figures = found[name] = fleet(rule, begin, arrivals, rules.targets).run()
+        figures = results[name] = fleet(rule, begin, arrivals, rules.targets).run()
         if isinstance(rule, Kvferry):
             figures["said"] = rule.said
         print(
@@ -80,66 +80,66 @@ def compare(
         )
         return figures
 
-    if "kvferry" in wanted:
+    if "kvferry" in names:
         run("kvferry", Kvferry(start, rules))
-    if "clairvoyant" in wanted:
+    if "clairvoyant" in names:
         run("clairvoyant", Clairvoyant(start, rules, arrivals))
-    if "hpa" in wanted:
+    if "hpa" in names:
         run("hpa", Hpa())
-    if "clamp" in wanted:
+    if "clamp" in names:
         run("ratio clamp", RatioClamp())
-    if "velocity" in wanted:
+    if "velocity" in names:
         run("token velocity", TokenVelocity(rules.targets))
-    if "dynamo" in wanted and dynamo_python:
+    if "dynamo" in names and dynamo_python:
         for name, settings in Dynamo.SETTINGS.items():
             with Dynamo(dynamo_python, rules.targets, settings) as planner:
                 run(f"dynamo {name}", planner)
     best = start
-    if "static" in wanted:
-        sizes = sorted((Counts(p, d) for p in range(1, 7) for d in range(1, 7)), key=lambda one: one.total)
+    if "static" in names:
+        sizes = sorted((Counts(p, d) for p in range(1, 7) for d in range(1, 7)), key=lambda counts: counts.total)
         for best in _promising(arrivals, rules, sizes):
             if run(f"static {best.prefill}+{best.decode}", Static(best), best)["within"] >= GOAL:
                 break
-    if "tps" in wanted:
-        tokens_per_s = sum(one.answer_tokens for one in arrivals) / arrivals[-1].at_s
+    if "tps" in names:
+        tokens_per_s = sum(arrival.answer_tokens for arrival in arrivals) / arrivals[-1].at_s
         run("decode tps", DecodeTps(tokens_per_s / best.decode, best.prefill / best.decode))
-    return found
+    return results
 
 
 def _promising(arrivals: Sequence[Arrival], rules: ScalingRules, sizes: Sequence[Counts]) -> list[Counts]:
     """Of each number of instances the division that is expected to keep the most, where that is more than half."""
     requests = [
-        (one.at_s, left, one.answer_tokens) for one, left in zip(arrivals, uncached(arrivals), strict=True)
+        (arrival.at_s, left, arrival.answer_tokens) for arrival, left in zip(arrivals, uncached(arrivals), strict=True)
     ]  # fmt: skip
     outlook = Forecast(rules, [Workload.of(requests, arrivals[-1].at_s)], TIMES)
     best: dict[int, Counts] = {}
-    for one in sizes:
-        before = best.get(one.total)
-        if before is None or outlook.best(one).attained > outlook.best(before).attained:
-            best[one.total] = one
-    return [one for one in best.values() if outlook.best(one).attained > 0.5]
+    for counts in sizes:
+        before = best.get(counts.total)
+        if before is None or outlook.best(counts).attained > outlook.best(before).attained:
+            best[counts.total] = counts
+    return [prediction for prediction in best.values() if outlook.best(prediction).attained > 0.5]
 
 
 def generated(name: str, seed: int, for_s: float) -> list[Arrival]:
     """Poisson processes with a rate that changes."""
-    random, now, found = Random(seed), 0.0, []
+    random, now, arrivals = Random(seed), 0.0, []
     if name == "bursts":
         return _bursts(random, for_s)
-    most = 8.0 if name == "sine" else 3.0
-    while (now := now + random.expovariate(most)) < for_s:
+    max_rate = 8.0 if name == "sine" else 3.0
+    while (now := now + random.expovariate(max_rate)) < for_s:
         if name == "sine":
             rate, prompt, output = 4.5 - 3.5 * math.cos(2 * math.pi * now / 900.0), 8000, 1000
         else:
             rate = 1.0 if int(now / 120.0) % 3 else 3.0
             prompt = min(8000, 16 + int(random.lognormvariate(6.0, 1.0)))
             output = min(6000, 50 + int(random.lognormvariate(7.0, 0.7)))
-        if random.random() < rate / most:
-            found.append(Arrival(now, prompt, output))
-    return [replace(one, at_s=one.at_s - found[0].at_s) for one in found]
+        if random.random() < rate / max_rate:
+            arrivals.append(Arrival(now, prompt, output))
+    return [replace(arrival, at_s=arrival.at_s - arrivals[0].at_s) for arrival in arrivals]
 
 
 def _bursts(random: Random, for_s: float) -> list[Arrival]:
-    now, found, in_burst, until = 0.0, [], False, random.uniform(60, 200)
+    now, arrivals, in_burst, until = 0.0, [], False, random.uniform(60, 200)
     while now < for_s:
         now += random.expovariate(12.0 if in_burst else 1.0)
         if now > until:
@@ -147,8 +147,8 @@ def _bursts(random: Random, for_s: float) -> list[Arrival]:
             until = now + (random.uniform(15, 60) if in_burst else random.uniform(60, 400))
             continue
         prompt = min(8000, 50 + int(random.lognormvariate(7.0, 0.9)))
-        found.append(Arrival(now, prompt, max(1, int(random.lognormvariate(4.5, 0.8)))))
-    return [replace(one, at_s=one.at_s - found[0].at_s) for one in found]
+        arrivals.append(Arrival(now, prompt, max(1, int(random.lognormvariate(4.5, 0.8)))))
+    return [replace(arrival, at_s=arrival.at_s - arrivals[0].at_s) for arrival in arrivals]
 
 
 def main() -> None:
@@ -179,10 +179,10 @@ def main() -> None:
     print(f"{len(arrivals)} requests in {options.for_s:g} s")
     rules = replace(RULES, targets=LatencyTargets(options.ttft_s, options.itl_s))
     fleet = ScaledModel if options.model else ScaledFleet
-    found = compare(arrivals, Counts(*options.start), rules, options.rules, fleet, options.dynamo_python)
+    results = compare(arrivals, Counts(*options.start), rules, options.rules, fleet, options.dynamo_python)
     if options.save:
         settings = {**vars(options), "trace": Path(options.trace).name, "dynamo_python": bool(options.dynamo_python)}
-        save(f"autoscale_{options.save}", {**settings, "goal": GOAL, "start_s": START_S}, found)
+        save(f"autoscale_{options.save}", {**settings, "goal": GOAL, "start_s": START_S}, results)
 
 
 if __name__ == "__main__":

@@ -34,29 +34,31 @@ def services_of(num_pairs: int, policy: str) -> Services:
     urls = [tuple(f"http://{role}{number}:1" for number in range(num_pairs)) for role in "pd"]
     config = RouterConfig(prefill_url=urls[0], decode_url=urls[1], policy=policy, disaggregate_from="0")
     services = build_router(config).services
-    for one in services.pools:
-        one.set_facts(InstanceFacts(engine_id=one.name, connector="P2pConnector", layout="same", model_names=["m"]))
+    for instance in services.pools:
+        instance.set_facts(
+            InstanceFacts(engine_id=instance.name, connector="P2pConnector", layout="same", model_names=["m"])
+        )
     return services
 
 
 def serve(services: Services, body: RequestBody, usage: PrefillUsage) -> None:
     """What the router decides and notes about one request that goes well."""
     chooser, now = services.chooser, services.clock.wall()
-    asked = chooser.read(PATH, body, {})
-    decision = chooser.record(PATH, asked, b"a request", now)
-    placement = Placement(chooser, services.pools, services.metrics, 1, asked, decision)
+    traits = chooser.read(PATH, body, {})
+    decision = chooser.record(PATH, traits, b"a request", now)
+    placement = Placement(chooser, services.pools, services.metrics, 1, traits, decision)
     placement.plan(make_plan(PATH, body, services.pools))
     prefill = placement.next_prefill()
     decode = placement.next_decode(prefill)
     assert prefill is not None
     assert decode is not None
     works = [
-        Work(one.load, asked.num_tokens, services.clock.monotonic(), computes=one is prefill, decodes=one is decode)
-        for one in (prefill, decode)
+        Work(leg.load, traits.num_tokens, services.clock.monotonic(), computes=leg is prefill, decodes=leg is decode)
+        for leg in (prefill, decode)
     ]
     chooser.estimates.prefilled(prefill.name, usage.prompt_tokens, 0.01)
-    for one in works:
-        one.end()
+    for work in works:
+        work.end()
     decision.prefill_usage = usage
     services.metrics.phases(decision.phases())
     services.metrics.request_done(PATH, 200, 0.1)
@@ -65,15 +67,15 @@ def serve(services: Services, body: RequestBody, usage: PrefillUsage) -> None:
 def microseconds(services: Services, prompt: str) -> tuple[float, float]:
     """Of a request: the least and the median of some rounds, in processor time."""
     body = RequestBody.parse(json.dumps({"model": "m", "prompt": prompt, "max_tokens": 8}).encode())
-    usage, found = PrefillUsage(prompt_tokens=200), list[float]()
+    usage, times_us = PrefillUsage(prompt_tokens=200), list[float]()
     for _ in range(ROUNDS):
         begun, number = time.process_time(), 0
         while (taken := time.process_time() - begun) < ROUND_S:
             for _ in range(20):
                 serve(services, body, usage)
             number += 20
-        found.append(taken / number * 1e6)
-    return min(found), sorted(found)[len(found) // 2]
+        times_us.append(taken / number * 1e6)
+    return min(times_us), sorted(times_us)[len(times_us) // 2]
 
 
 def main() -> None:
@@ -88,9 +90,9 @@ def main() -> None:
     print(f"{'policy':<14}{'instances':>12}{'least µs':>12}{'median µs':>12}")
     for policy in settings.policy:
         for num_pairs in settings.pairs:
-            least, median = microseconds(services_of(num_pairs, policy), "a" * settings.prompt_bytes)
-            results[f"{policy} {num_pairs}"] = {"least_us": least, "median_us": median}
-            print(f"{policy:<14}{f'{num_pairs} + {num_pairs}':>12}{least:>12.1f}{median:>12.1f}", flush=True)
+            min_us, median = microseconds(services_of(num_pairs, policy), "a" * settings.prompt_bytes)
+            results[f"{policy} {num_pairs}"] = {"least_us": min_us, "median_us": median}
+            print(f"{policy:<14}{f'{num_pairs} + {num_pairs}':>12}{min_us:>12.1f}{median:>12.1f}", flush=True)
     if not settings.no_save:
         print(f"\n{save('choosing', vars(settings), results)}")
 

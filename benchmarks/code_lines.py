@@ -26,12 +26,16 @@ def count_text(source: str) -> int:
 
 
 def _docstring_lines(source: str) -> set[int]:
-    found: set[int] = set()
+    numbers: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        for one in getattr(node, "body", ()) if isinstance(getattr(node, "body", ()), list) else ():
-            if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
-                found.update(range(one.lineno, (one.end_lineno or one.lineno) + 1))
-    return found
+        for statement in getattr(node, "body", ()) if isinstance(getattr(node, "body", ()), list) else ():
+            if (
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
+                and isinstance(statement.value.value, str)
+            ):
+                numbers.update(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+    return numbers
 
 
 def _files(path: Path) -> list[Path]:

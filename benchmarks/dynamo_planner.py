@@ -55,15 +55,15 @@ class Dynamo(Rule):
 
     def decide(self, seen: Seen) -> Counts:
         """Every five seconds, which is how often the planner looks; it decides less often."""
-        came = [one for one in seen.report.requests if one.arrived > seen.now - INTERVAL_S]
+        came = [request for request in seen.report.requests if request.arrived > seen.now - INTERVAL_S]
         over = [
-            one
-            for one in seen.report.requests
-            if one.state == "done"
-            and one.arrived + (one.first_s or 0.0) + (one.answer_s or 0.0) > seen.now - INTERVAL_S
+            request
+            for request in seen.report.requests
+            if request.state == "done"
+            and request.arrived + (request.first_s or 0.0) + (request.answer_s or 0.0) > seen.now - INTERVAL_S
         ]
-        prompts = sum(one.prompt_tokens for one in came)
-        cached = prompts - sum(one.uncached for one in came)
+        prompts = sum(request.prompt_tokens for request in came)
+        cached = prompts - sum(request.uncached for request in came)
         self._tell(
             {
                 "active_prefill_count": seen.ready.prefill,
@@ -76,7 +76,7 @@ class Dynamo(Rule):
                     "duration_s": INTERVAL_S,
                     "num_req": len(came),
                     "avg_isl": prompts / len(came) if came else 0.0,
-                    "avg_osl": sum(one.output_tokens for one in over) / len(over) if over else 0.0,
+                    "avg_osl": sum(request.output_tokens for request in over) / len(over) if over else 0.0,
                     "shape_count": len(came),
                     "avg_kv_hit_rate": cached / prompts if prompts else 0.0,
                     "hit_rate_count": len(came),
@@ -87,9 +87,9 @@ class Dynamo(Rule):
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"Dynamo's planner has ended, with exit code {self._process.wait()}")
-        wanted = json.loads(line)
+        desired = json.loads(line)
         return Counts(
-            _within(wanted["prefill"], seen.counts.prefill), _within(wanted["decode"], seen.counts.decode)
+            _within(desired["prefill"], seen.counts.prefill), _within(desired["decode"], seen.counts.decode)
         )  # fmt: skip
 
     def _tell(self, about: dict[str, Any]) -> None:
@@ -98,8 +98,8 @@ class Dynamo(Rule):
         self._process.stdin.flush()
 
 
-def _within(wanted: int | None, here: int) -> int:
-    return here if wanted is None else min(MOST, max(1, wanted))
+def _within(desired: int | None, current: int) -> int:
+    return current if desired is None else min(MOST, max(1, desired))
 
 
 def _profile() -> dict[str, Any]:

@@ -31,34 +31,34 @@ from dynamo.planner.core.types import EngineCapabilities, WorkerCapabilities
 from dynamo.planner.offline.replay_adapter import ReplayPlannerAdapter, create_replay_planner_adapter
 
 
-def planner_of(told: dict[str, Any]) -> ReplayPlannerAdapter:
+def planner_of(settings: dict[str, Any]) -> ReplayPlannerAdapter:
     """As `dynamo.replay.planner.prepare_planner_replay` makes it, with a profile that was measured."""
     config = PlannerConfig.model_validate(
         {
             "mode": "disagg",
             "optimization_target": "sla",
-            "ttft_ms": told["ttft_ms"],
-            "itl_ms": told["itl_ms"],
-            "max_gpu_budget": told["most_instances"],
+            "ttft_ms": settings["ttft_ms"],
+            "itl_ms": settings["itl_ms"],
+            "max_gpu_budget": settings["most_instances"],
             "prefill_engine_num_gpu": 1,
             "decode_engine_num_gpu": 1,
             "advisory": True,
             "pre_deployment_sweeping_mode": "none",
-            **told["settings"],
+            **settings["settings"],
         }
     )
-    engine = EngineCapabilities(num_gpu=1, **told["limits"])
+    engine = EngineCapabilities(num_gpu=1, **settings["limits"])
     adapter = create_replay_planner_adapter(
         config, WorkerCapabilities(prefill=engine, decode=engine), capture_details=False
     )
     adapter.install_benchmark_fpms(
         prefill_fpms=[
             _step(seconds, num_prefill_requests=1, sum_prefill_tokens=tokens)
-            for tokens, seconds in told["profile"]["prefill"]
+            for tokens, seconds in settings["profile"]["prefill"]
         ],
         decode_fpms=[
             _step(seconds, num_decode_requests=number, sum_decode_kv_tokens=tokens)
-            for number, tokens, seconds in told["profile"]["decode"]
+            for number, tokens, seconds in settings["profile"]["decode"]
         ],
     )
     adapter.start()

@@ -85,16 +85,16 @@ def measure(
         sides["vllm"] = str(options.vllm)
     sides |= {"transformers-generate": sys.executable, "transformers-batching": sys.executable}
     chosen = {side: python for side, python in sides.items() if not options.sides or side in options.sides}
-    found: dict[str, dict[str, list[float]]] = {}
+    rates: dict[str, dict[str, list[float]]] = {}
     for turn in range(options.rounds):
         for side, python in chosen.items():
             if side.startswith("transformers") and (turn or name != "llama"):
                 continue  # minutes a turn, and its distance is no matter of noise
             own = [cell for cell in cells if side != "transformers-batching" or cell[1] * cell[2] < TOO_MANY]
             for cell, line in run_side(side, python, model, dtype, own, options).items():
-                found.setdefault(f"{name}, {name_of(cell)}", {}).setdefault(side, []).extend(line["runs"])
+                rates.setdefault(f"{name}, {name_of(cell)}", {}).setdefault(side, []).extend(line["runs"])
             print(f"  {name} {dtype} {side} done", flush=True)
-    return {cell: {side: statistics.median(runs) for side, runs in by_side.items()} for cell, by_side in found.items()}
+    return {cell: {side: statistics.median(runs) for side, runs in by_side.items()} for cell, by_side in rates.items()}
 
 
 def name_of(cell: Cell) -> str:

@@ -105,15 +105,15 @@ def measure(generate: Generate, kind: str, batch: int, context: int, tokens: int
 
 def prefill_rate(times: TokenTimes, began: float, context: int) -> float:
     """Prompt tokens a second until the first token."""
-    return context * len(times) / (max(one[0] for one in times) - began)
+    return context * len(times) / (max(seconds[0] for seconds in times) - began)
 
 
 def decode_rate(times: TokenTimes) -> float:
     """Tokens a second while all sequences decode: from the last first token to the first last one."""
-    begin, end = max(one[0] for one in times), min(one[-1] for one in times)
+    begin, end = max(seconds[0] for seconds in times), min(seconds[-1] for seconds in times)
     if end <= begin:
         raise RuntimeError("they never all decode at once: too few tokens")
-    counted = sum(1 for one in times for moment in one if begin < moment <= end)
+    counted = sum(1 for seconds in times for moment in seconds if begin < moment <= end)
     return counted / (end - begin)
 
 

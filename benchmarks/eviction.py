@@ -44,30 +44,30 @@ def main() -> None:
     arguments = parser.parse_args()
     print_machine()
     results: dict[str, Any] = {"hit_ratio": {}}
-    for name, found in _comparisons(arguments.trace):
-        results["hit_ratio"][name] = msgspec.to_builtins(found)
-        print(f"\n{name}\n{_table(found)}", flush=True)
+    for name, comparison in _comparisons(arguments.trace):
+        results["hit_ratio"][name] = msgspec.to_builtins(comparison)
+        print(f"\n{name}\n{_table(comparison)}", flush=True)
     results["operations_per_s"] = {name: _speed(name, arguments.blocks) for name in POLICIES}
     print(f"\noperations a second with {arguments.blocks} blocks: {results['operations_per_s']}")
     print(save("eviction", {"capacities": CAPACITIES, "seed": SEED, "blocks": arguments.blocks}, results))
 
 
 def _comparisons(trace: Path | None) -> Sequence[tuple[str, Comparison]]:
-    found = [] if trace is None else [(trace.stem, compare_file(trace, list(POLICIES), CAPACITIES))]
+    comparisons = [] if trace is None else [(trace.stem, compare_file(trace, list(POLICIES), CAPACITIES))]
     for name, shape in SHAPES.items():
         requests = partial(iter, shape.requests(SEED))
-        found.append((name, compare(requests, list(POLICIES), CAPACITIES)))
-    return found
+        comparisons.append((name, compare(requests, list(POLICIES), CAPACITIES)))
+    return comparisons
 
 
-def _table(found: Comparison) -> str:
-    rows = [["", *(f"{tokens / MILLION:g}M" for tokens in found.optimal_hit_ratio), "µs a block"]]
+def _table(comparison: Comparison) -> str:
+    rows = [["", *(f"{tokens / MILLION:g}M" for tokens in comparison.optimal_hit_ratio), "µs a block"]]
     for name in POLICIES:
-        of_one = [row for row in found.policies if row.policy == name]
+        of_one = [row for row in comparison.policies if row.policy == name]
         costs = [row.cpu_s / row.operations * 1e6 for row in of_one]
         rows.append([name, *(f"{row.hit_ratio:.3f}" for row in of_one), f"{min(costs):.1f}-{max(costs):.1f}"])
-    rows.append(["optimum", *(f"{ratio:.3f}" for ratio in found.optimal_hit_ratio.values())])
-    rows.append(["infinite", f"{found.infinite_hit_ratio:.3f}"])
+    rows.append(["optimum", *(f"{ratio:.3f}" for ratio in comparison.optimal_hit_ratio.values())])
+    rows.append(["infinite", f"{comparison.infinite_hit_ratio:.3f}"])
     rows.insert(1, ["---"] * len(rows[0]))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

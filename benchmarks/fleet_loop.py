@@ -25,24 +25,24 @@ def fleet(model: str = "m", sizes: dict[str, int] = SIZES, **roll: int) -> Desir
 
 
 def main() -> None:
-    here = [
+    all_members = [
         ObservedInstance(f"{role}-{number}", role, fleet().revision, Phase.READY, float(number))  # type: ignore[arg-type]
         for role, count in SIZES.items()
         for number in range(count)
     ]
     cases: dict[str, tuple[DesiredFleet, list[ObservedInstance]]] = {
-        "nothing to do": (fleet(), here),
+        "nothing to do": (fleet(), all_members),
         "all are to be started": (fleet(), []),
-        "scaled to 5 + 5": (fleet(sizes={"prefill": 5, "decode": 5}), here),
-        "a roll, 50 at a time": (fleet("n", surge=50), here),
-        "a roll, 300 may be missing": (fleet("n", surge=0, unavailable=300), here),
+        "scaled to 5 + 5": (fleet(sizes={"prefill": 5, "decode": 5}), all_members),
+        "a roll, 50 at a time": (fleet("n", surge=50), all_members),
+        "a roll, 300 may be missing": (fleet("n", surge=0, unavailable=300), all_members),
     }
     results: dict[str, Any] = {}
-    for name, (wanted, members) in cases.items():
+    for name, (desired, members) in cases.items():
         times = []
         for _ in range(ROUNDS):
             begun = time.process_time()
-            steps = plan(wanted, members, (), NOW)
+            steps = plan(desired, members, (), NOW)
             times.append(time.process_time() - begun)
         median_ms = statistics.median(times) * 1e3
         results[name] = {"median_ms": round(median_ms, 2), "steps": len(steps)}

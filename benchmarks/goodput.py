@@ -52,7 +52,7 @@ STEP = StepTimes(base_s=0.012, prefill_token_s=100e-6, decode_sequence_s=400e-6,
 """Of no machine that was measured."""
 INSTANCE = SimInstanceSpec(num_blocks=8192, max_model_len=32768, times=STEP, has_contents=False, tokens_at_once=16)
 LASTS_S, WARM_S, PHASE_S = 360.0, 120.0, 120.0
-RATES = [1.06**place for place in range(8, 46)]
+RATES = [1.06**index for index in range(8, 46)]
 """From 1.6 to 14 requests a second."""
 KINDS, SEEDS = ("steady", "changing"), [13]
 LONG, SHORT, MIXED = ((8.2, 0.5), (4.4, 0.5)), ((6.4, 0.7), (6.0, 0.5)), ((7.6, 0.8), (5.3, 0.6))
@@ -63,12 +63,12 @@ Cell = tuple[float, float]
 
 def traffic(kind: str, rate: float, seed: int, lasts_s: float = LASTS_S) -> list[Arrival]:
     """So many requests a second, in the mean."""
-    random, now, found = Random(seed), 0.0, []
+    random, now, arrivals = Random(seed), 0.0, []
     while (now := now + random.expovariate(rate)) < lasts_s:
         prompt, answer = MIXED if kind == "steady" else (LONG, SHORT)[int(now / PHASE_S) % 2]
         tokens = min(12_000, 32 + int(random.lognormvariate(*prompt)))
-        found.append(Arrival(now, tokens, min(2_000, 2 + int(random.lognormvariate(*answer)))))
-    return found
+        arrivals.append(Arrival(now, tokens, min(2_000, 2 + int(random.lognormvariate(*answer)))))
+    return arrivals
 
 
 class Fixed(Static):
@@ -79,11 +79,11 @@ class Fixed(Static):
 
 def adapting(targets: LatencyTargets) -> ScalingRules:
     """As many instances as there are, in any division."""
-    most = NUM_INSTANCES - 1
+    max_instances = NUM_INSTANCES - 1
     return ScalingRules(
         targets=targets,
         min_counts=Counts(1, 1),
-        max_counts=Counts(most, most),
+        max_counts=Counts(max_instances, max_instances),
         budget=NUM_INSTANCES,
         overflows=True,
         switches=frozenset({("prefill", "decode"), ("decode", "prefill")}),
@@ -124,59 +124,61 @@ class Runs:
         return self._adaptive[cell, rate]
 
     def _answered(self, rule: Any, begin: Counts, rate: float, targets: LatencyTargets) -> Any:
-        found: list[tuple[float, float] | None] = []
+        latencies: list[tuple[float, float] | None] = []
         for seed in self.seeds:
             arrivals = traffic(self.kind, rate, seed, self.lasts_s)
             fleet = self.fleet(rule(), begin, arrivals, targets, INSTANCE)
             fleet.run()
             counted = [(ttft, itl) for at_s, ttft, itl in fleet.answered if at_s >= WARM_S]
-            missing = sum(one.at_s >= WARM_S for one in arrivals) - len(counted)
-            found += counted + [None] * missing
-        return found
+            missing = sum(arrival.at_s >= WARM_S for arrival in arrivals) - len(counted)
+            latencies += counted + [None] * missing
+        return latencies
 
     def goodput_fixed(self, cell: Cell) -> tuple[int, int]:
         """The place on the ladder, -1 where even the lowest rate is too much, and how many P the best division has."""
-        found = -1, 0
-        for place, rate in enumerate(RATES):
+        best = -1, 0
+        for index, rate in enumerate(RATES):
             share, number = self.best_fixed(rate, cell)
             if share >= GOAL:
-                found = place, number
-            elif share < GOAL / 2 and place > found[0] + 3:
+                best = index, number
+            elif share < GOAL / 2 and index > best[0] + 3:
                 break
-        return found
+        return best
 
     def goodput_adaptive(self, cell: Cell, begin: int) -> int:
         """The same of the fleet that adapts, searched from a place on: upwards until it is too much, or downwards."""
-        place = max(0, begin)
-        if self.adaptive(RATES[place], cell) >= GOAL:
-            while place + 1 < len(RATES) and self.adaptive(RATES[place + 1], cell) >= GOAL:
-                place += 1
-            return place
-        place -= 1
-        while place >= 0 and self.adaptive(RATES[place], cell) < GOAL:
-            place -= 1
-        return place
+        index = max(0, begin)
+        if self.adaptive(RATES[index], cell) >= GOAL:
+            while index + 1 < len(RATES) and self.adaptive(RATES[index + 1], cell) >= GOAL:
+                index += 1
+            return index
+        index -= 1
+        while index >= 0 and self.adaptive(RATES[index], cell) < GOAL:
+            index -= 1
+        return index
 
 
 def _share(answered: Sequence[tuple[float, float] | None], cell: Cell) -> float:
-    return sum(one is not None and one[0] <= cell[0] and one[1] <= cell[1] for one in answered) / len(answered)
+    return sum(latency is not None and latency[0] <= cell[0] and latency[1] <= cell[1] for latency in answered) / len(
+        answered
+    )
 
 
-def rate_at(place: int) -> float:
+def rate_at(index: int) -> float:
     """Requests a second; 0 below the ladder."""
-    return RATES[place] if place >= 0 else 0.0
+    return RATES[index] if index >= 0 else 0.0
 
 
 def grid(runs: Runs) -> list[dict[str, Any]]:
     """Both goodputs of each cell."""
-    found = []
+    cells = []
     for ttft_s in TTFT_S:
-        told = []
+        progress = []
         for itl_s in ITL_S:
             cell = ttft_s, itl_s
             fixed, num_prefill = runs.goodput_fixed(cell)
             adaptive = runs.goodput_adaptive(cell, fixed)
-            found.append(
+            cells.append(
                 {
                     "ttft_s": ttft_s,
                     "itl_s": itl_s,
@@ -187,22 +189,22 @@ def grid(runs: Runs) -> list[dict[str, Any]]:
                     "fixed_within": runs.best_fixed(RATES[max(0, fixed)], cell)[0],
                 }
             )
-            told.append(f"{rate_at(fixed):.2f} ({num_prefill}P) {rate_at(adaptive):.2f}")
-        print(f"| {ttft_s:g} s | " + " | ".join(told) + " |", flush=True)
-    return found
+            progress.append(f"{rate_at(fixed):.2f} ({num_prefill}P) {rate_at(adaptive):.2f}")
+        print(f"| {ttft_s:g} s | " + " | ".join(progress) + " |", flush=True)
+    return cells
 
 
-def compare_simulated(kind: str, kept: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[dict[str, Any]]:
+def compare_simulated(kind: str, saved: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[dict[str, Any]]:
     """Both sides of three cells of the diagonal, in the simulator, at the rate of the best fixed division."""
-    runs, found = Runs(kind, seeds, ScaledFleet), []
+    runs, cells = Runs(kind, seeds, ScaledFleet), []
     for cell in list(zip(TTFT_S, ITL_S, strict=True))[::2]:
-        model = next(one for one in kept if (one["ttft_s"], one["itl_s"]) == cell)
+        model = next(earlier_cell for earlier_cell in saved if (earlier_cell["ttft_s"], earlier_cell["itl_s"]) == cell)
         fixed = runs.fixed(model["best_prefill"], model["fixed"], cell)
         adaptive = runs.adaptive(model["fixed"], cell)
         print(f"{cell[0]:g} s, {1e3 * cell[1]:g} ms, {model['fixed']:.2f} a second: fixed {model['best_prefill']}P"
               f" {fixed:.1%}, adaptive {adaptive:.1%}", flush=True)  # fmt: skip
-        found.append({"cell": cell, "rate": model["fixed"], "fixed": fixed, "adaptive": adaptive})
-    return found
+        cells.append({"cell": cell, "rate": model["fixed"], "fixed": fixed, "adaptive": adaptive})
+    return cells
 
 
 def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -211,14 +213,14 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
     figure = Figure(figsize=(5.6 * len(results), 4.6), layout="constrained")
     for axes, (kind, cells) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
-        gains = [100 * (one["adaptive"] / one["fixed"] - 1) if one["fixed"] else 0.0 for one in cells]
-        rows = [gains[place : place + len(ITL_S)] for place in range(0, len(gains), len(ITL_S))]
+        gains = [100 * (cell["adaptive"] / cell["fixed"] - 1) if cell["fixed"] else 0.0 for cell in cells]
+        rows = [gains[position : position + len(ITL_S)] for position in range(0, len(gains), len(ITL_S))]
         axes.imshow(rows, vmin=-40, vmax=40, cmap="RdYlGn", origin="lower", aspect="auto")
-        for place, (one, gain) in enumerate(zip(cells, gains, strict=True)):
-            told = f"{gain:+.0f} %\n{one['fixed']:.1f} ({one['best_prefill']}P) → {one['adaptive']:.1f}"
-            axes.text(place % len(ITL_S), place // len(ITL_S), told, ha="center", va="center", fontsize=8)
-        axes.set_xticks(range(len(ITL_S)), [f"{1e3 * one:g} ms" for one in ITL_S])
-        axes.set_yticks(range(len(TTFT_S)), [f"{one:g} s" for one in TTFT_S])
+        for position, (cell, gain) in enumerate(zip(cells, gains, strict=True)):
+            label = f"{gain:+.0f} %\n{cell['fixed']:.1f} ({cell['best_prefill']}P) → {cell['adaptive']:.1f}"
+            axes.text(position % len(ITL_S), position // len(ITL_S), label, ha="center", va="center", fontsize=8)
+        axes.set_xticks(range(len(ITL_S)), [f"{1e3 * itl_s:g} ms" for itl_s in ITL_S])
+        axes.set_yticks(range(len(TTFT_S)), [f"{ttft_s:g} s" for ttft_s in TTFT_S])
         axes.set(title=f"{kind} traffic", xlabel="target between tokens", ylabel="target until the first token")
     figure.suptitle(f"Requests a second within the targets, {NUM_INSTANCES} instances: best fixed → adaptive")
     figure.savefig(path, dpi=110)
@@ -252,12 +254,12 @@ def main() -> None:
         begun = time.process_time()
         print(f"{kind}: {settings}", flush=True)
         if options.simulator:
-            found = compare_simulated(kind, earlier("goodput", {})[kind], options.seeds)
-            print(save("goodput_simulator", settings, {**earlier("goodput_simulator", {}), kind: found}))
+            cells = compare_simulated(kind, earlier("goodput", {})[kind], options.seeds)
+            print(save("goodput_simulator", settings, {**earlier("goodput_simulator", {}), kind: cells}))
         else:
-            print("| TTFT, ITL: | " + " | ".join(f"{1e3 * one:g} ms" for one in ITL_S) + " |")
-            found = grid(Runs(kind, options.seeds))
-            print(save(name, settings, {**earlier(name, {}), kind: found}))
+            print("| TTFT, ITL: | " + " | ".join(f"{1e3 * itl_s:g} ms" for itl_s in ITL_S) + " |")
+            cells = grid(Runs(kind, options.seeds))
+            print(save(name, settings, {**earlier(name, {}), kind: cells}))
         print(f"{time.process_time() - begun:.0f} s of CPU time")
     path = RESULTS / f"{name}.{processor()}.png"
     plot(earlier(name, {}), path)

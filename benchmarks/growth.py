@@ -96,9 +96,9 @@ def measure() -> dict[str, dict[str, float]]:
 def main() -> None:
     """Measure, print and save the figures."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    found = measure()
-    print(json.dumps(found, indent=1))
-    save("growth", {"rounds": ROUNDS, "calls": CALLS}, found)
+    results = measure()
+    print(json.dumps(results, indent=1))
+    save("growth", {"rounds": ROUNDS, "calls": CALLS}, results)
 
 
 if __name__ == "__main__":

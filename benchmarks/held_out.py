@@ -26,17 +26,17 @@ def held_out(name: str, for_s: float, seed: int) -> list[Arrival]:
 
 def _mmpp(random: Random, for_s: float) -> list[Arrival]:
     rates = sorted(math.exp(random.uniform(math.log(0.3), math.log(10.0))) for _ in range(4))
-    stays_s = [random.uniform(40.0, 300.0) / (1 + place) for place in range(4)]  # the busier, the shorter
+    stays_s = [random.uniform(40.0, 300.0) / (1 + state_index) for state_index in range(4)]  # the busier, the shorter
     prompt, answer = random.uniform(6.5, 7.8), random.uniform(4.5, 5.8)
-    now, found, state, until = 0.0, list[Arrival](), 0, random.expovariate(1 / stays_s[0])
+    now, arrivals, state, until = 0.0, list[Arrival](), 0, random.expovariate(1 / stays_s[0])
     while now < for_s:
         now += random.expovariate(rates[state])
         if now > until:
-            now, state = until, random.choice([one for one in range(4) if one != state])
+            now, state = until, random.choice([other for other in range(4) if other != state])
             until = now + random.expovariate(1 / stays_s[state])
             continue
-        found.append(_arrival(random, now, (prompt, 0.8), (answer, 0.7)))
-    return _from_zero(found)
+        arrivals.append(_arrival(random, now, (prompt, 0.8), (answer, 0.7)))
+    return _from_zero(arrivals)
 
 
 def _diurnal(random: Random, for_s: float) -> list[Arrival]:
@@ -50,23 +50,23 @@ def _diurnal(random: Random, for_s: float) -> list[Arrival]:
             if at_s > begins
         )
 
-    now, found, most = 0.0, list[Arrival](), 3.5 + sum(height for _, height, _ in crowds)
-    while (now := now + random.expovariate(most)) < for_s:
-        if random.random() < rate(now) / most:
-            found.append(_arrival(random, now, (7.2, 1.0), (5.3, 0.6)))
-    return _from_zero(found)
+    now, arrivals, max_rate = 0.0, list[Arrival](), 3.5 + sum(height for _, height, _ in crowds)
+    while (now := now + random.expovariate(max_rate)) < for_s:
+        if random.random() < rate(now) / max_rate:
+            arrivals.append(_arrival(random, now, (7.2, 1.0), (5.3, 0.6)))
+    return _from_zero(arrivals)
 
 
 def _mix(random: Random, for_s: float) -> list[Arrival]:
     kinds = (((9.0, 0.3), (4.5, 0.5)), ((6.0, 0.8), (5.5, 0.5)), ((6.5, 0.5), (7.3, 0.4)))
-    now, found, weights, until = 0.0, list[Arrival](), [1.0, 1.0, 1.0], 0.0
+    now, arrivals, weights, until = 0.0, list[Arrival](), [1.0, 1.0, 1.0], 0.0
     while now < for_s:
         if now >= until:
             weights, until = [random.expovariate(1.0) for _ in kinds], now + random.uniform(120.0, 480.0)
         now += random.gammavariate(0.25, 1 / (0.25 * 2.5))  # 2.5 a second, in bunches: a coefficient of variation of 2
         prompt, answer = random.choices(kinds, weights)[0]
-        found.append(_arrival(random, now, prompt, answer))
-    return _from_zero(found)
+        arrivals.append(_arrival(random, now, prompt, answer))
+    return _from_zero(arrivals)
 
 
 def _arrival(random: Random, at_s: float, prompt: tuple[float, float], answer: tuple[float, float]) -> Arrival:
@@ -75,8 +75,8 @@ def _arrival(random: Random, at_s: float, prompt: tuple[float, float], answer: t
     return Arrival(at_s, tokens, min(_MAX_ANSWER, 1 + int(random.lognormvariate(*answer))))
 
 
-def _from_zero(found: list[Arrival]) -> list[Arrival]:
-    return [replace(one, at_s=one.at_s - found[0].at_s) for one in found]
+def _from_zero(arrivals: list[Arrival]) -> list[Arrival]:
+    return [replace(arrival, at_s=arrival.at_s - arrivals[0].at_s) for arrival in arrivals]
 
 
 MAKERS: dict[str, Callable[[Random, float], list[Arrival]]] = {"mmpp": _mmpp, "diurnal": _diurnal, "mix": _mix}

@@ -150,9 +150,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--path", default="/v1/completions")
     parser.add_argument("--profile", action="store_true")
-    said = parser.parse_args()
-    costs = uvloop.run(measure(said.path, said.streams, said.tokens, said.rounds, said.profile))
-    print(f"{said.path} {said.streams} streams: {statistics.median(costs):.1f} us/token (min {min(costs):.1f})")
+    options = parser.parse_args()
+    costs = uvloop.run(measure(options.path, options.streams, options.tokens, options.rounds, options.profile))
+    print(f"{options.path} {options.streams} streams: {statistics.median(costs):.1f} us/token (min {min(costs):.1f})")
 
 
 if __name__ == "__main__":

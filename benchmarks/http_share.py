@@ -81,8 +81,8 @@ def parse() -> argparse.Namespace:
 @contextmanager
 def in_process(python: Path, engine: str, model: str, options: argparse.Namespace) -> Iterator[Any]:
     """An engine that answers a line with a line."""
-    asked = json.dumps({"model": model, "streams": options.streams, "tokens": options.tokens})
-    command = ["taskset", "-c", str(options.cores[0]), str(python), str(CHILD), engine, asked]
+    settings = json.dumps({"model": model, "streams": options.streams, "tokens": options.tokens})
+    command = ["taskset", "-c", str(options.cores[0]), str(python), str(CHILD), engine, settings]
     pipe = subprocess.PIPE
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with (
@@ -103,8 +103,8 @@ def _next_answer(process: subprocess.Popen[str], log: Any) -> dict[str, float]:
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("{"):
-            found: dict[str, float] = json.loads(line)
-            return found
+            reply: dict[str, float] = json.loads(line)
+            return reply
     log.seek(0)
     raise RuntimeError(f"the engine in-process ended:\n{log.read()[-2000:]}")
 
@@ -113,16 +113,16 @@ def _in_process_turn(process: subprocess.Popen[str], log: Any, num_tokens: int) 
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
-    found = _next_answer(process, log)
-    return Turn(num_tokens / found["seconds"], found["cpu_s"] / num_tokens * 1e6, 0)
+    reply = _next_answer(process, log)
+    return Turn(num_tokens / reply["seconds"], reply["cpu_s"] / num_tokens * 1e6, 0)
 
 
 @contextmanager
 def kvferry_server(model: str, core: int) -> Iterator[Server]:
     """`kvferry serve`."""
     flags = ["--served-model-name", "m", "--dtype", "float32", "--kv-cache-memory", "128MiB", "--port", "0"]
-    with running("serve", model, *flags, cores=[core]) as one:
-        yield Server(httpx.URL(one.url).port or 0, one.pid)
+    with running("serve", model, *flags, cores=[core]) as url:
+        yield Server(httpx.URL(url.url).port or 0, url.pid)
 
 
 @contextmanager
@@ -173,8 +173,8 @@ def http_turn(server: Server, options: argparse.Namespace) -> Turn:
 def cpu_s(pid: int) -> float:
     """Of a process and all those below it."""
     process = psutil.Process(pid)
-    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-    return float(sum(one.user + one.system for one in times))
+    times = [child.cpu_times() for child in (process, *process.children(recursive=True))]
+    return float(sum(cpu_time.user + cpu_time.system for cpu_time in times))
 
 
 async def _streams(port: int, options: argparse.Namespace) -> int:
@@ -203,7 +203,7 @@ async def _stream(port: int, number: int, num_tokens: int) -> int:
 
 def prompts(number: int) -> list[list[int]]:
     """As many prompts of 16 tokens."""
-    return [[5 + (place * 7 + which) % 200 for which in range(16)] for place in range(number)]
+    return [[5 + (index * 7 + which) % 200 for which in range(16)] for index in range(number)]
 
 
 # All of it.
@@ -234,16 +234,16 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, list
 def summary(ways: dict[str, list[Turn]], num_tokens: int) -> dict[str, Any]:
     """Medians of one engine."""
     pairs = list(zip(ways["in-process"], ways["HTTP"], strict=True))
-    found: dict[str, Any] = {
-        way: {name: statistics.median(getattr(one, name) for one in some) for name in ("tokens_per_s", "cpu_us")}
+    figures: dict[str, Any] = {
+        way: {name: statistics.median(getattr(turn, name) for turn in some) for name in ("tokens_per_s", "cpu_us")}
         for way, some in ways.items()
     }
-    found["events_per_token"] = statistics.median(one.num_events for one in ways["HTTP"]) / num_tokens
-    found["share_of_throughput"] = statistics.median(
+    figures["events_per_token"] = statistics.median(turn.num_events for turn in ways["HTTP"]) / num_tokens
+    figures["share_of_throughput"] = statistics.median(
         1 - http.tokens_per_s / alone.tokens_per_s for alone, http in pairs
     )
-    found["share_of_cpu"] = statistics.median(1 - alone.cpu_us / http.cpu_us for alone, http in pairs)
-    return found
+    figures["share_of_cpu"] = statistics.median(1 - alone.cpu_us / http.cpu_us for alone, http in pairs)
+    return figures
 
 
 def main() -> None:
@@ -252,12 +252,12 @@ def main() -> None:
     print_machine()
     turns = measure(str(resolve("kvferry/tiny-python")), options)
     results = {engine: summary(ways, options.streams * options.tokens) for engine, ways in turns.items()}
-    for engine, one in results.items():
-        alone, http = one["in-process"], one["HTTP"]
+    for engine, turns in results.items():
+        alone, http = turns["in-process"], turns["HTTP"]
         print(
             f"{engine:8s} in-process {alone['tokens_per_s']:7.0f} tokens/s, {alone['cpu_us']:6.1f} us each; HTTP"
-            f" {http['tokens_per_s']:7.0f}, {http['cpu_us']:6.1f}; costs {one['share_of_throughput']:.1%} of"
-            f" throughput, {one['share_of_cpu']:.1%} of CPU time; {one['events_per_token']:.2f} events a token"
+            f" {http['tokens_per_s']:7.0f}, {http['cpu_us']:6.1f}; costs {turns['share_of_throughput']:.1%} of"
+            f" throughput, {turns['share_of_cpu']:.1%} of CPU time; {turns['events_per_token']:.2f} events a token"
         )
     if options.only is None:
         settings = {name: getattr(options, name) for name in ("streams", "tokens", "rounds", "cores")}

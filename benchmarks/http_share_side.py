@@ -15,15 +15,15 @@ from typing import Any
 Prompts = list[list[int]]
 
 
-def kvferry(asked: dict[str, Any]) -> Callable[[Prompts], None]:
+def kvferry(settings: dict[str, Any]) -> Callable[[Prompts], None]:
     """Runs prompts in kvferry's engine."""
     from kvferry.core.request import Request
     from kvferry.core.sampling import SamplingParams
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.engine import Engine
 
-    engine = Engine(EngineConfig(model=asked["model"], dtype="float32", kv_cache_memory="128MiB"))
-    sampling = SamplingParams(max_tokens=asked["tokens"], temperature=0.0, ignore_eos=True)
+    engine = Engine(EngineConfig(model=settings["model"], dtype="float32", kv_cache_memory="128MiB"))
+    sampling = SamplingParams(max_tokens=settings["tokens"], temperature=0.0, ignore_eos=True)
 
     def run(prompts: Prompts) -> None:
         for prompt in prompts:
@@ -35,20 +35,22 @@ def kvferry(asked: dict[str, Any]) -> Callable[[Prompts], None]:
     return run
 
 
-def vllm(asked: dict[str, Any]) -> Callable[[Prompts], None]:
+def vllm(settings: dict[str, Any]) -> Callable[[Prompts], None]:
     """Runs prompts in vLLM's engine."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=asked["model"],
+        model=settings["model"],
         dtype="float32",
         enforce_eager=True,
         block_size=32,
         max_model_len=4096,
         kv_cache_memory_bytes=128 << 20,
     )
-    sampling = SamplingParams(max_tokens=asked["tokens"], temperature=0.0, ignore_eos=True, detokenize=False)
-    return lambda prompts: void(llm.generate([{"prompt_token_ids": one} for one in prompts], sampling, use_tqdm=False))
+    sampling = SamplingParams(max_tokens=settings["tokens"], temperature=0.0, ignore_eos=True, detokenize=False)
+    return lambda prompts: void(
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    )
 
 
 def void(_: object) -> None:
@@ -57,11 +59,11 @@ def void(_: object) -> None:
 
 def main() -> None:
     """A run for each line, until the input ends."""
-    asked = json.loads(sys.argv[2])
-    run = {"kvferry": kvferry, "vLLM": vllm}[sys.argv[1]](asked)
+    settings = json.loads(sys.argv[2])
+    run = {"kvferry": kvferry, "vLLM": vllm}[sys.argv[1]](settings)
     print(json.dumps({"ready": 1}), flush=True)
     for _ in sys.stdin:
-        prompts = [[5 + (place * 7 + which) % 200 for which in range(16)] for place in range(asked["streams"])]
+        prompts = [[5 + (index * 7 + which) % 200 for which in range(16)] for index in range(settings["streams"])]
         began, worked = time.perf_counter(), time.process_time()
         run(prompts)
         print(json.dumps({"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - worked}), flush=True)

@@ -50,12 +50,12 @@ def measure(isa: str, model: str, options: argparse.Namespace) -> dict[str, dict
         turns.append(
             {dtype: {cell: line["tokens_per_s"] for cell, line in side.items()} for dtype, side in sides.items()}
         )
-    found = {}
+    results = {}
     for cell in CELLS:
         figures = {dtype: statistics.median(turn[dtype][cell] for turn in turns) for dtype in DTYPES}
         ratio = statistics.median(turn["bfloat16"][cell] / turn["float32"][cell] for turn in turns)
-        found[name_of(cell)] = {**figures, "ratio": ratio}
-    return found
+        results[name_of(cell)] = {**figures, "ratio": ratio}
+    return results
 
 
 def main() -> None:

@@ -103,18 +103,18 @@ async def shown(bars: Progress, task: TaskID, running: Coroutine[Any, Any, MixRe
 def sides(model: str, common: list[str], chunks: list[int]) -> dict[str, AbstractContextManager[str]]:
     """What is compared, by name; nothing is started yet."""
     cores = sorted(os.sched_getaffinity(0))[:2]
-    found: dict[str, AbstractContextManager[str]] = {
+    servers: dict[str, AbstractContextManager[str]] = {
         SPLIT: disaggregated(model, *common, "--max-num-batched-tokens", "2048")
     }
     for label, chunk in {WHOLE: 4096, **{f"2 plain, {chunk}": chunk for chunk in chunks}}.items():
         limits = ["--max-num-batched-tokens", str(chunk), "--max-num-seqs", "32"]
-        found[label] = replicas(model, cores, *common, *limits)
-    return found
+        servers[label] = replicas(model, cores, *common, *limits)
+    return servers
 
 
 def report(summaries: dict[str, Any]) -> None:
     """The comparison in one sentence."""
-    plain = {label: one["itl_p99_ms"] for label, one in summaries.items() if label != SPLIT}
+    plain = {label: summary["itl_p99_ms"] for label, summary in summaries.items() if label != SPLIT}
     best = min(plain, key=lambda label: plain[label])
     split = summaries[SPLIT]["itl_p99_ms"]
     print(f"P99 ITL: 1P+1D {split:.1f} ms; best of two plain instances ({best}) {plain[best]:.1f} ms,", end=" ")
@@ -136,7 +136,7 @@ def plot(results: dict[str, MixResult], path: Path) -> None:
     longest = max(max(stream.gaps) for result in drawn.values() for stream in result.streams) * 1e3
     for row, (label, result) in enumerate(drawn.items()):
         axes = figure.add_subplot(columns[row, 0])
-        begin = min(stream.asked for stream in result.streams)
+        begin = min(stream.sent_at for stream in result.streams)
         for stream in result.streams:
             gaps = [gap * 1e3 for gap in stream.gaps]
             axes.vlines([time - begin for time in stream.token_times[1:]], 0, gaps, colors=colours[label], linewidth=1)

@@ -42,8 +42,8 @@ def main() -> None:
     print_machine()
     results = {}
     for dtype in ("bfloat16", "float32"):
-        found = results[dtype] = MeasuredTraffic(dtype, arguments.tokens).run(arguments.texts)
-        print(f"\n{dtype}\n{_table(found)}", flush=True)
+        figures = results[dtype] = MeasuredTraffic(dtype, arguments.tokens).run(arguments.texts)
+        print(f"\n{dtype}\n{_table(figures)}", flush=True)
     settings = {"texts": arguments.texts, "tokens": arguments.tokens, "block_tokens": BLOCK_TOKENS}
     print(save("kv_codecs", settings, results))
 
@@ -78,7 +78,7 @@ class MeasuredTraffic:
                 answer = self._answer(copy.deepcopy(decoded), first)
                 sums[name]["same"] += _same(exact, answer) / NUM_ANSWER_TOKENS
                 sums[name]["loss"] += self._loss(decoded, tokens[:, half:])
-        return {name: _figures(found, len(texts)) for name, found in sums.items()}
+        return {name: _figures(figures, len(texts)) for name, figures in sums.items()}
 
     def _texts(self) -> Iterator[Any]:
         """Tokens of files that were held out from training: those whose path's hash says so."""
@@ -91,18 +91,18 @@ class MeasuredTraffic:
             if tokens.shape[1] >= self._num_tokens:
                 yield tokens[:, : self._num_tokens]
 
-    def _through(self, codec: Codec, cache: Any, found: dict[str, float]) -> Any:
+    def _through(self, codec: Codec, cache: Any, sums: dict[str, float]) -> Any:
         """The cache, every block of it encoded and decoded. Keys and values are [1, heads, tokens, dim]."""
         for index, layer in enumerate(cache.layers):
             for start in range(0, layer.keys.shape[2], BLOCK_TOKENS):
                 block = slice(start, start + BLOCK_TOKENS)
                 keys, values = layer.keys[0, :, block], layer.values[0, :, block]
                 span = torch.cat((keys.flatten(1), values.flatten(1)), dim=1).contiguous()
-                keys_, values_ = self._decoded(codec, span, index, found).chunk(2, dim=1)
+                keys_, values_ = self._decoded(codec, span, index, sums).chunk(2, dim=1)
                 layer.keys[0, :, block], layer.values[0, :, block] = keys_.view_as(keys), values_.view_as(values)
         return cache
 
-    def _decoded(self, codec: Codec, span: torch.Tensor, layer: int, found: dict[str, float]) -> torch.Tensor:
+    def _decoded(self, codec: Codec, span: torch.Tensor, layer: int, sums: dict[str, float]) -> torch.Tensor:
         raw = span.view(torch.uint8).numpy().data.cast("B")
         into = torch.empty_like(span)
         times = [time.thread_time()]
@@ -110,10 +110,10 @@ class MeasuredTraffic:
         times.append(time.thread_time())
         codec.decode(encoded, layer, into.view(torch.uint8).numpy().data.cast("B"))
         times.append(time.thread_time())
-        found["raw"] += len(raw)
-        found["encoded"] += len(encoded)
-        found["encode_s"] += times[1] - times[0]
-        found["decode_s"] += times[2] - times[1]
+        sums["raw"] += len(raw)
+        sums["encoded"] += len(encoded)
+        sums["encode_s"] += times[1] - times[0]
+        sums["decode_s"] += times[2] - times[1]
         return into
 
     def _loss(self, cache: Any, tokens: Any) -> float:
@@ -133,25 +133,25 @@ class MeasuredTraffic:
 def _same(exact: list[int], answer: list[int]) -> int:
     """Tokens before the first that differs."""
     pairs = enumerate(zip(exact, answer, strict=True))
-    return next((index for index, (one, other) in pairs if one != other), len(exact))
+    return next((index for index, (first, other) in pairs if first != other), len(exact))
 
 
-def _figures(found: dict[str, float], num_texts: int) -> dict[str, float]:
+def _figures(sums: dict[str, float], num_texts: int) -> dict[str, float]:
     return {
-        "ratio": found["raw"] / found["encoded"],
-        "encode_mb_per_s": found["raw"] / found["encode_s"] / 1e6,
-        "decode_mb_per_s": found["raw"] / found["decode_s"] / 1e6,
-        "perplexity": math.exp(found["loss"] / num_texts),
-        "greedy_same": found["same"] / num_texts,
+        "ratio": sums["raw"] / sums["encoded"],
+        "encode_mb_per_s": sums["raw"] / sums["encode_s"] / 1e6,
+        "decode_mb_per_s": sums["raw"] / sums["decode_s"] / 1e6,
+        "perplexity": math.exp(sums["loss"] / num_texts),
+        "greedy_same": sums["same"] / num_texts,
     }
 
 
-def _table(found: dict[str, dict[str, float]]) -> str:
+def _table(results: dict[str, dict[str, float]]) -> str:
     rows = [
         "| codec | ratio | encode, MB/s | decode, MB/s | perplexity | greedy tokens alike |",
         "|---|---|---|---|---|---|",
     ]
-    for name, row in found.items():
+    for name, row in results.items():
         speeds = f"{row['encode_mb_per_s']:.0f} | {row['decode_mb_per_s']:.0f}"
         rows.append(f"| {name} | {row['ratio']:.2f} | {speeds} | {row['perplexity']:.4f} | {row['greedy_same']:.1%} |")
     return "\n".join(rows)

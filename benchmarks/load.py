@@ -18,7 +18,7 @@ import aiohttp
 class Streamed:
     """One streamed answer: when it was asked for and when each token came, monotonic seconds."""
 
-    asked: float
+    sent_at: float
     token_times: list[float] = field(default_factory=list)
     error: str = ""
     timeline: dict[str, float] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Streamed:
     @property
     def ttft(self) -> float:
         """Seconds to the first token."""
-        return self.token_times[0] - self.asked
+        return self.token_times[0] - self.sent_at
 
     @property
     def gaps(self) -> list[float]:
@@ -123,12 +123,12 @@ class MixResult:
     def summary(self) -> dict[str, float]:
         """Milliseconds, percentiles over all gaps of all streams."""
         gaps = sorted(gap for stream in self.streams for gap in stream.gaps)
-        failed = [one.error for one in (*self.streams, *self.longs) if one.error]
+        failed = [answer.error for answer in (*self.streams, *self.longs) if answer.error]
         if failed:
             raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")
         if not gaps:
             raise RuntimeError("no stream came to its second token")
-        ttfts = [one.ttft for one in self.longs]
+        ttfts = [answer.ttft for answer in self.longs]
         return {
             "itl_p50_ms": percentile(gaps, 50) * 1e3,
             "itl_p90_ms": percentile(gaps, 90) * 1e3,

@@ -81,15 +81,15 @@ def run_cell(generate: Any, clock: Clock, cell: Cell, element: int) -> dict[str,
     steps = len(times[0])
     seconds = {share: clock.seconds.get(share, 0.0) for share in SHARES[:-1]}
     seconds["rest"] = wall - sum(seconds.values())
-    found = {f"{share}_percent": 100 * seconds[share] / wall for share in SHARES}
-    found["step_ms"] = 1e3 * wall / steps
+    figures = {f"{share}_percent": 100 * seconds[share] / wall for share in SHARES}
+    figures["step_ms"] = 1e3 * wall / steps
     lm_head = SHAPE["hidden_size"] * SHAPE["vocab_size"]
     if kind == "decode":
-        found["weights_gb_per_s"] = steps * element * (num_parameters() + lm_head) / seconds["linear"] / 1e9
-        found["kv_gb_per_s"] = steps * batch * kv_bytes(context, element) / seconds["attention"] / 1e9
-    found["linear_gflops"] = 2 * num_parameters() * batch * (steps if kind == "decode" else context) / 1e9
-    found["linear_gflops"] /= seconds["linear"]
-    return found
+        figures["weights_gb_per_s"] = steps * element * (num_parameters() + lm_head) / seconds["linear"] / 1e9
+        figures["kv_gb_per_s"] = steps * batch * kv_bytes(context, element) / seconds["attention"] / 1e9
+    figures["linear_gflops"] = 2 * num_parameters() * batch * (steps if kind == "decode" else context) / 1e9
+    figures["linear_gflops"] /= seconds["linear"]
+    return figures
 
 
 def limits(dtype: str) -> dict[str, float]:
@@ -132,8 +132,8 @@ def main() -> None:
             results[dtype] = {"limits": limits(dtype)}
             print(f"\n{dtype}: {json.dumps({key: round(value, 1) for key, value in results[dtype]['limits'].items()})}")
             for cell in cells:
-                results[dtype][name_of(cell)] = found = run_cell(generate, clock, cell, element)
-                figures = "  ".join(f"{key} {value:7.1f}" for key, value in found.items())
+                results[dtype][name_of(cell)] = measured = run_cell(generate, clock, cell, element)
+                figures = "  ".join(f"{key} {value:7.1f}" for key, value in measured.items())
                 print(f"{name_of(cell):24s} {figures}", flush=True)
     print(f"wrote {save('profile_engine', {'model': SHAPE, 'threads': 1}, results)}")
 

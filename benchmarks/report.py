@@ -60,7 +60,7 @@ def save(name: str, settings: dict[str, Any], results: Any, *, in_lines: bool = 
     }
     text = json.dumps(record, indent=1)
     if in_lines:
-        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in results.items())
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(result)}" for key, result in results.items())
         text = text.removesuffix("{}\n}") + "{\n" + lines + "\n }\n}"
     path.write_text(text + "\n")
     return path
@@ -105,9 +105,9 @@ def print_machine() -> None:
 def _gpu() -> str:
     """Name and driver of the GPUs; nothing where there is none."""
     try:
-        asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         return "; ".join(
-            subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+            subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
         )
     except (OSError, subprocess.SubprocessError):
         return ""
@@ -130,5 +130,5 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or ["engine_float32", "engine_bfloat16"]:
-        print(side_by_side(wanted), end="\n\n")
+    for name in sys.argv[1:] or ["engine_float32", "engine_bfloat16"]:
+        print(side_by_side(name), end="\n\n")

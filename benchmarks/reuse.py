@@ -93,17 +93,17 @@ def server(*command: str, port: int, log: Path) -> Iterator[None]:
             process.terminate()
 
 
-def open_media(folder: Path, stack: ExitStack, wanted: Sequence[str] | None) -> dict[str, str]:
+def open_media(folder: Path, stack: ExitStack, names: Sequence[str] | None) -> dict[str, str]:
     """URL by name, with the servers that they need."""
     media = {"memory": "memory:512MiB?name=reuse", "file": f"file:{folder}/kv"}
     valkey = shutil.which("valkey-server") or shutil.which("redis-server")
-    if valkey and (wanted is None or "valkey" in wanted):
+    if valkey and (names is None or "valkey" in names):
         port = free_port()
         fixed = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
         stack.enter_context(server(valkey, "--port", str(port), *fixed, port=port, log=folder / "valkey.log"))
         media["valkey"] = f"valkey://127.0.0.1:{port}"
     master = Path(sys.executable).with_name("mooncake_master")
-    if master.exists() and (wanted is None or "mooncake" in wanted):
+    if master.exists() and (names is None or "mooncake" in names):
         port, metrics = free_port(), free_port()
         flags = [
             f"--rpc_port={port}",
@@ -113,12 +113,12 @@ def open_media(folder: Path, stack: ExitStack, wanted: Sequence[str] | None) -> 
         ]
         stack.enter_context(server(str(master), *flags, port=port, log=folder / "mooncake.log"))
         media["mooncake"] = f"mooncake://127.0.0.1:{port}?segment_bytes=512MiB&buffer_bytes=256MiB"
-    if importlib.util.find_spec("lmcache") is not None and (wanted is None or "lmcache" in wanted):
+    if importlib.util.find_spec("lmcache") is not None and (names is None or "lmcache" in names):
         port = free_port()
         command = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port)]
         stack.enter_context(server(*command, port=port, log=folder / "lmcache.log"))
         media["lmcache"] = f"lmcache://127.0.0.1:{port}?max_bytes=512MiB"
-    return {name: url for name, url in media.items() if wanted is None or name in wanted}
+    return {name: url for name, url in media.items() if names is None or name in names}
 
 
 # The first token.
@@ -210,23 +210,23 @@ def summary(values: Sequence[float], computed: Sequence[float]) -> dict[str, flo
 def vllm_part(model: str, options: argparse.Namespace, folder: Path, media: dict[str, str]) -> dict[str, Any]:
     """What `measure_vllm` finds of the sides that are wanted."""
     same = {name: getattr(options, name) for name in ("tokens", "dtype", "block_size")}
-    asked = {**same, "model": model, "question": QUESTION_TOKENS, "vocab": SHAPE["vocab_size"]}
+    settings = {**same, "model": model, "question": QUESTION_TOKENS, "vocab": SHAPE["vocab_size"]}
     all_sides = sides(folder, media)
-    wanted = {
+    names = {
         name: transfer
         for name, transfer in all_sides.items()
         if options.sides is None or any(part in name for part in options.sides)
     }
-    return measure_vllm(options.vllm, asked, wanted, folder, options.repeat)
+    return measure_vllm(options.vllm, settings, names, folder, options.repeat)
 
 
 # All of it.
 
 
-def keep(part: str, options: argparse.Namespace, layout: Any, found: dict[str, Any], *, renew: bool = True) -> Path:
+def keep(part: str, options: argparse.Namespace, layout: Any, measured: dict[str, Any], *, renew: bool = True) -> Path:
     """Save a part; the others stay as they are. `renew` False: what is there of it stays too."""
     before = earlier("reuse", {})
-    results = {**before, part: found if renew else {**before.get(part, {}), **found}}
+    results = {**before, part: measured if renew else {**before.get(part, {}), **measured}}
     names = ("tokens", "repeat", "block_size", "dtype", "layers")
     settings = {name: getattr(options, name) for name in names} | {"block_bytes": layout.block_bytes}
     return save("reuse", settings, results)
@@ -235,15 +235,15 @@ def keep(part: str, options: argparse.Namespace, layout: Any, found: dict[str, A
 def show(results: dict[str, Any]) -> None:
     """As tables."""
     print(f"\n{'KV from':<34}{'TTFT, ms':>10}{'of computed':>13}")
-    for name, one in {**results.get("first_token", {}), **results.get("vllm", {})}.items():
-        if "ttft_s" in one:
-            print(f"{name:<34}{one['ttft_s'] * 1e3:>10.1f}{one.get('of_computed', 1.0):>13.3f}")
+    for name, figures in {**results.get("first_token", {}), **results.get("vllm", {})}.items():
+        if "ttft_s" in figures:
+            print(f"{name:<34}{figures['ttft_s'] * 1e3:>10.1f}{figures.get('of_computed', 1.0):>13.3f}")
         else:
-            print(f"{name:<34} {one}")
+            print(f"{name:<34} {figures}")
     print(f"\n{'GB/s':<14}{'put':>8}{'get':>8}{'medium put':>12}{'get':>8}{'put of medium':>15}{'get':>8}")
-    for name, one in results.get("rates", {}).items():
-        figures = [one[side].get(what) for side in ("store", "medium") for what in ("put_GBps", "get_GBps")]
-        figures += [one["store_of_medium"].get(what) for what in ("put", "get")]
+    for name, rates in results.get("rates", {}).items():
+        figures = [rates[side].get(what) for side in ("store", "medium") for what in ("put_GBps", "get_GBps")]
+        figures += [rates["store_of_medium"].get(what) for what in ("put", "get")]
         print(f"{name:<14}" + "".join(f"{'' if value is None else f'{value:.2f}':>10}" for value in figures))
 
 
@@ -251,26 +251,26 @@ def main() -> None:
     """Measure, print, save."""
     options = parse()
     print_machine()
-    wanted = options.only or ["first_token", "rates", "vllm"]
+    names = options.only or ["first_token", "rates", "vllm"]
     with ExitStack() as stack, tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         model = make_bench_model(folder, num_hidden_layers=options.layers, max_position_embeddings=options.tokens + 256)
-        opened = open_media(folder, stack, options.media) if set(wanted) != {"vllm"} or options.media else {}
+        opened = open_media(folder, stack, options.media) if set(names) != {"vllm"} or options.media else {}
         with closing(engine_of(model, options, None)) as engine:
             layout = engine.layout
-        found: dict[str, Any] = {}
-        if "first_token" in wanted:
-            found["first_token"] = measure_first_tokens(model, opened, options, folder)
-            keep("first_token", options, layout, found["first_token"])
-        if "rates" in wanted:
-            found["rates"] = {}
+        results: dict[str, Any] = {}
+        if "first_token" in names:
+            results["first_token"] = measure_first_tokens(model, opened, options, folder)
+            keep("first_token", options, layout, results["first_token"])
+        if "rates" in names:
+            results["rates"] = {}
             for name, url in opened.items():
-                found["rates"] |= measure_rates({name: url}, layout, options.tokens // options.block_size, folder)
-                keep("rates", options, layout, found["rates"], renew=False)
-        if "vllm" in wanted and options.vllm is not None:
-            found["vllm"] = vllm_part(model, options, folder, opened)
-            keep("vllm", options, layout, found["vllm"], renew=False)
-    show(found)
+                results["rates"] |= measure_rates({name: url}, layout, options.tokens // options.block_size, folder)
+                keep("rates", options, layout, results["rates"], renew=False)
+        if "vllm" in names and options.vllm is not None:
+            results["vllm"] = vllm_part(model, options, folder, opened)
+            keep("vllm", options, layout, results["vllm"], renew=False)
+    show(results)
 
 
 if __name__ == "__main__":

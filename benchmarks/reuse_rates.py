@@ -33,13 +33,13 @@ Rates = dict[str, float]
 
 def measure_rates(media: dict[str, str], layout: KVLayout, num_blocks: int, folder: Path) -> dict[str, Any]:
     """Each medium through its store, and by itself."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, url in media.items():
         for label, before in variants(name, folder):
             limit = _limits(name, url, layout.block_bytes, num_blocks, folder, before)
-            found[label] = asyncio.run(_in_turns(url, layout, num_blocks, before, limit))
-            print(f"{label}: {found[label]}", flush=True)
-    return found
+            results[label] = asyncio.run(_in_turns(url, layout, num_blocks, before, limit))
+            print(f"{label}: {results[label]}", flush=True)
+    return results
 
 
 def variants(name: str, folder: Path) -> list[tuple[str, Callable[[], object]]]:
@@ -72,19 +72,19 @@ async def _in_turns(
     finally:
         await store.close()
     mine, theirs = zip(*turns[1:], strict=True)
-    names = [name for name in ("put_GBps", "get_GBps") if all(name in one for one in theirs)]
+    names = [name for name in ("put_GBps", "get_GBps") if all(name in medium for medium in theirs)]
     return {
         "store": _medians(mine),
         "medium": _medians(theirs),
         "store_of_medium": {
-            name.removesuffix("_GBps"): statistics.median(one[name] / other[name] for one, other in turns[1:])
+            name.removesuffix("_GBps"): statistics.median(first[name] / other[name] for first, other in turns[1:])
             for name in names
         },
     }
 
 
 def _medians(turns: Sequence[Rates]) -> Rates:
-    return {name: statistics.median(one[name] for one in turns) for name in turns[0]}
+    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
 
 
 async def _through(store: KVStore, num_blocks: int, before_get: Callable[[], object]) -> Rates:
@@ -182,10 +182,10 @@ def valkey_limit(port: str, size: int, number: int) -> Rates:
             client.set(f"key:{index:012d}", content)
         counts = ["-n", str(2 * number), "-r", str(number)]
         command = [program, "-p", port, "-d", str(size), *counts, "-c", "1", "-P", "4", "-t", "set,get", "--csv"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         client.delete(*(f"key:{index:012d}" for index in range(number)))
-    found = dict(re.findall(r'"(SET|GET)","([0-9.]+)"', said))
-    return {"put_GBps": float(found["SET"]) * size / 1e9, "get_GBps": float(found["GET"]) * size / 1e9}
+    rates = dict(re.findall(r'"(SET|GET)","([0-9.]+)"', output))
+    return {"put_GBps": float(rates["SET"]) * size / 1e9, "get_GBps": float(rates["GET"]) * size / 1e9}
 
 
 _clients: dict[str, Any] = {}

@@ -57,7 +57,7 @@ class Side:
     def __init__(
         self,
         python: Path,
-        asked: Mapping[str, Any],
+        settings: Mapping[str, Any],
         log: Path,
         rest_s: float = 1.5,
         environment: Mapping[str, str] | None = None,
@@ -67,7 +67,7 @@ class Side:
         self._up_by = time.monotonic() + start_s
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [str(python), str(CHILD), json.dumps(asked)],
+                [str(python), str(CHILD), json.dumps(settings)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -104,9 +104,9 @@ class Side:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise SideEnded(self._reason()) from None
-        found = self._next_line(ANSWER_S)
+        reply = self._next_line(ANSWER_S)
         time.sleep(self._rest_s)
-        return found
+        return reply
 
     def _next_line(self, limit_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -115,8 +115,8 @@ class Side:
         try:
             for line in self._process.stdout:
                 if line.startswith("{"):
-                    found: dict[str, Any] = json.loads(line)
-                    return found
+                    reply: dict[str, Any] = json.loads(line)
+                    return reply
         finally:
             limit.cancel()
         raise SideEnded(self._reason())
@@ -125,8 +125,8 @@ class Side:
         code = self._process.wait()
         lines = self._log.read_text().splitlines()
         # The first one is the cause: vLLM's engine is a process of its own, whose end is the other's error.
-        said = next((line for line in lines if re.search(r"(Error|Exception): ", line)), " ".join(lines[-1:]))
-        return re.sub(r"^.*?(?=\b\w*(Error|Exception): )", "", said)[-300:] or f"exit code {code}"
+        reason = next((line for line in lines if re.search(r"(Error|Exception): ", line)), " ".join(lines[-1:]))
+        return re.sub(r"^.*?(?=\b\w*(Error|Exception): )", "", reason)[-300:] or f"exit code {code}"
 
 
 def sides(folder: Path, media: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -149,8 +149,8 @@ def sides(folder: Path, media: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 @contextmanager
 def started_sides(
     python: Path,
-    asked: Mapping[str, Any],
-    wanted: Mapping[str, dict[str, Any]],
+    settings: Mapping[str, Any],
+    transfers: Mapping[str, dict[str, Any]],
     folder: Path,
     rest_s: float = 1.5,
     environment: Mapping[str, str] | None = None,
@@ -162,9 +162,9 @@ def started_sides(
     missing: dict[str, Any] = {}
     with ExitStack() as stack:
         up: dict[str, Side] = {}
-        for number, (name, transfer) in enumerate({COMPUTED: None, **wanted}.items()):
+        for number, (name, transfer) in enumerate({COMPUTED: None, **transfers}.items()):
             log = folder / f"vllm{number}.log"
-            side = Side(python, {**asked, "transfer": transfer}, log, rest_s, environment, start_s)
+            side = Side(python, {**settings, "transfer": transfer}, log, rest_s, environment, start_s)
             up[name] = stack.enter_context(side)
         for name in list(up):
             try:
@@ -181,34 +181,34 @@ def started_sides(
 
 
 def measure_vllm(
-    python: Path, asked: Mapping[str, Any], wanted: Mapping[str, dict[str, Any]], folder: Path, repeat: int
+    python: Path, settings: Mapping[str, Any], transfers: Mapping[str, dict[str, Any]], folder: Path, repeat: int
 ) -> dict[str, Any]:
     """All `wanted` sides and the one that computes, in turns; one that does not run says why. Raises `RuntimeError` if
     a side gives other tokens than were computed."""
-    with started_sides(python, asked, wanted, folder) as (up, missing):
-        figures = missing | measure_in_turns(up, asked, repeat)
+    with started_sides(python, settings, transfers, folder) as (up, missing):
+        figures = missing | measure_in_turns(up, settings, repeat)
     for name, side in figures.items():
         if side.get("num_differing"):
             raise RuntimeError(f"{name} gave other tokens than were computed")
     return figures
 
 
-def _document(asked: Mapping[str, Any], repeat: int) -> Document:
+def _document(settings: Mapping[str, Any], repeat: int) -> Document:
     draws = random.Random(1)
 
     def some(number: int) -> list[int]:
-        return [draws.randrange(asked["vocab"]) for _ in range(number)]
+        return [draws.randrange(settings["vocab"]) for _ in range(number)]
 
-    return Document(some(asked["tokens"]), [some(asked["question"]) for _ in range(repeat)])
+    return Document(some(settings["tokens"]), [some(settings["question"]) for _ in range(repeat)])
 
 
-def measure_in_turns(up: Mapping[str, Side], asked: Mapping[str, Any], repeat: int) -> dict[str, Any]:
+def measure_in_turns(up: Mapping[str, Side], settings: Mapping[str, Any], repeat: int) -> dict[str, Any]:
     """Figures of each side, prompt by prompt in turns. `num_differing`: first tokens other than the computed ones."""
-    document = _document(asked, repeat)
-    kept: dict[str, dict[str, Any]] = {}
+    document = _document(settings, repeat)
+    stored: dict[str, dict[str, Any]] = {}
     for name, side in up.items():
         side.ask(range(5, 69))  # what is done once only
-        kept[name] = side.ask([*document.tokens, 1])
+        stored[name] = side.ask([*document.tokens, 1])
     time.sleep(2)  # what is kept is on its way
     for side in up.values():
         side.ask(range(6, 70))  # and may wait for another step
@@ -217,29 +217,29 @@ def measure_in_turns(up: Mapping[str, Side], asked: Mapping[str, Any], repeat: i
         for name, side in up.items():
             samples[name].append(side.ask([*document.tokens, *question]))
             print(f"{name}: {samples[name][-1]}", flush=True)
-    found = {name: _summary(kept[name], some, samples[COMPUTED]) for name, some in samples.items()}
+    summaries = {name: _summary(stored[name], some, samples[COMPUTED]) for name, some in samples.items()}
     for name, some in samples.items():
-        if name != COMPUTED and min(one["cached"] for one in some) < 0.9 * len(document.tokens):
-            found[name] = {"does not run": f"the KV did not come back: {[one['cached'] for one in some]} tokens"}
-    return found
+        if name != COMPUTED and min(turn["cached"] for turn in some) < 0.9 * len(document.tokens):
+            summaries[name] = {"does not run": f"the KV did not come back: {[turn['cached'] for turn in some]} tokens"}
+    return summaries
 
 
 def _summary(
-    kept: Mapping[str, Any], some: Sequence[Mapping[str, Any]], computed: Sequence[Mapping[str, Any]]
+    stored: Mapping[str, Any], some: Sequence[Mapping[str, Any]], computed: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Medians, and medians of the ratios of each turn; `keep_s` is of the one prompt that was kept."""
-    differing = [one["token"] != other["token"] for one, other in zip(some, computed, strict=True)]
+    differing = [turn["token"] != other["token"] for turn, other in zip(some, computed, strict=True)]
     ratios = {
-        name: [one[name] / other[name] for one, other in zip(some, computed, strict=True)]
+        name: [turn[name] / other[name] for turn, other in zip(some, computed, strict=True)]
         for name in ("ttft_s", "cpu_s")
     }
     return {
-        "ttft_s": statistics.median(one["ttft_s"] for one in some),
-        "ttft_runs_s": [one["ttft_s"] for one in some],
+        "ttft_s": statistics.median(turn["ttft_s"] for turn in some),
+        "ttft_runs_s": [turn["ttft_s"] for turn in some],
         "of_computed": statistics.median(ratios["ttft_s"]),
-        "ttft_cpu_s": statistics.median(one["cpu_s"] for one in some),
+        "ttft_cpu_s": statistics.median(turn["cpu_s"] for turn in some),
         "of_computed_cpu": statistics.median(ratios["cpu_s"]),
-        "keep_s": kept["ttft_s"],
-        "keep_cpu_s": kept["cpu_s"],
+        "keep_s": stored["ttft_s"],
+        "keep_cpu_s": stored["cpu_s"],
         "num_differing": sum(differing),
     }

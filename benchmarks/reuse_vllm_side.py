@@ -19,27 +19,27 @@ import psutil
 def cpu_s() -> float:
     """Of this process and the engine's."""
     this = psutil.Process()
-    times = [one.cpu_times() for one in (this, *this.children(recursive=True))]
-    return float(sum(one.user + one.system for one in times))
+    times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
+    return float(sum(cpu_time.user + cpu_time.system for cpu_time in times))
 
 
 def main() -> None:
     """Answer prompts until the input ends."""
-    asked: dict[str, Any] = json.loads(sys.argv[1])
+    settings: dict[str, Any] = json.loads(sys.argv[1])
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
-    transfer = asked["transfer"]
+    transfer = settings["transfer"]
     llm = LLM(
-        model=asked["model"],
-        dtype=asked["dtype"],
+        model=settings["model"],
+        dtype=settings["dtype"],
         enforce_eager=True,
-        block_size=asked["block_size"],
+        block_size=settings["block_size"],
         kv_cache_memory_bytes=512 << 20,
-        max_model_len=asked["tokens"] + 64,
+        max_model_len=settings["tokens"] + 64,
         max_num_batched_tokens=8192,
         enable_prefix_caching=False if transfer is None else None,
-        **asked.get("settings", {}),
+        **settings.get("settings", {}),
         kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer),
     )
     one_token = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -50,13 +50,13 @@ def main() -> None:
         prompt = json.loads(line)
         began, worked = time.perf_counter(), cpu_s()
         [answer] = llm.generate({"prompt_token_ids": prompt}, one_token, use_tqdm=False)
-        found = {
+        reply = {
             "ttft_s": time.perf_counter() - began,
             "cpu_s": cpu_s() - worked,
             "token": answer.outputs[0].token_ids[0],
             "cached": answer.num_cached_tokens or 0,
         }
-        print(json.dumps(found), flush=True)
+        print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

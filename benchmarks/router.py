@@ -85,12 +85,12 @@ class Case:
     @property
     def first(self) -> tuple[float, float]:
         """Until the first piece."""
-        return percentiles([one[0] for one in self.requests])
+        return percentiles([request[0] for request in self.requests])
 
     @property
     def between(self) -> tuple[float, float]:
         """Between two pieces."""
-        return percentiles([gap for one in self.requests for gap in one[1:]])
+        return percentiles([gap for request in self.requests for gap in request[1:]])
 
 
 @dataclass
@@ -126,11 +126,11 @@ class Peers:
 
     def load(self, port: int, clients: int, rounds: int, spacing_us: float, tokens: int, rate: float) -> list[Request]:
         """What clients saw. Raises `RuntimeError`."""
-        numbers = [str(one) for one in (port, clients, rounds, spacing_us, tokens, rate)]
+        numbers = [str(argument) for argument in (port, clients, rounds, spacing_us, tokens, rate)]
         done = subprocess.run([self._program, "load", *numbers], capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr.strip())
-        return [[float(one) / 1e3 for one in line.split()] for line in done.stdout.splitlines()]
+        return [[float(field) / 1e3 for field in line.split()] for line in done.stdout.splitlines()]
 
     def until_ready(self, port: int, within_s: float = START_S) -> None:
         """Wait until it serves."""
@@ -146,24 +146,24 @@ class Peers:
                 return
 
 
-def lap(peers: Peers, router: Router, said: argparse.Namespace) -> None:
+def lap(peers: Peers, router: Router, options: argparse.Namespace) -> None:
     """One turn of a router: every case."""
     process = None if router.process is None else psutil.Process(router.process.pid)
 
     def case(name: str, *load: Any) -> None:
-        one, before = router.cases.setdefault(name, Case()), spent(process)
-        one.requests += peers.load(router.port, *load)
-        one.spent_s += spent(process) - before
+        measured, before = router.cases.setdefault(name, Case()), spent(process)
+        measured.requests += peers.load(router.port, *load)
+        measured.spent_s += spent(process) - before
 
     for name, (clients, spacing_us) in WAYS.items():
-        rounds = said.rounds if clients > 1 else said.rounds * 16
+        rounds = options.rounds if clients > 1 else options.rounds * 16
         case(name, clients, max(1, rounds // LAPS), spacing_us, 0, 1.0)
-    for number in said.streams:
-        rate = min(said.rate, MAX_TOKENS / number)
-        rounds = max(1, said.samples // number // LAPS)
-        case(f"{number} streams", number, rounds, 1e6 / rate / number, said.tokens, rate)
+    for number in options.streams:
+        rate = min(options.rate, MAX_TOKENS / number)
+        rounds = max(1, options.samples // number // LAPS)
+        case(f"{number} streams", number, rounds, 1e6 / rate / number, options.tokens, rate)
     if process is not None:
-        router.memory_mib = sum(one.memory_info().rss for one in family(process)) / 2**20
+        router.memory_mib = sum(member.memory_info().rss for member in family(process)) / 2**20
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
@@ -175,8 +175,8 @@ def spent(process: psutil.Process | None) -> float:
     """Processor seconds so far."""
     if process is None:
         return 0.0
-    times = [one.cpu_times() for one in family(process)]
-    return float(sum(one.user + one.system for one in times))
+    times = [member.cpu_times() for member in family(process)]
+    return float(sum(cpu_time.user + cpu_time.system for cpu_time in times))
 
 
 OURS = ["-m", "kvferry.cli.main", "router", "--disaggregate-from", "0"]
@@ -195,27 +195,39 @@ http {{
 """
 
 
-def commands(said: argparse.Namespace, prefill: str, decode: str, folder: Path) -> dict[str, list[str]]:
+def commands(options: argparse.Namespace, prefill: str, decode: str, folder: Path) -> dict[str, list[str]]:
     """How each router is started; PORT stands for its port."""
-    profiled = ["-m", "cProfile", "-o", said.profile] if said.profile else []
+    profiled = ["-m", "cProfile", "-o", options.profile] if options.profile else []
     ours = [sys.executable, *profiled, *OURS, "--port", "PORT", "--prefill-url", prefill, "--decode-url", decode]
-    found = {"kvferry": ours, "kvferry, sequential": [*ours, "--hand-off", "sequential"]}
-    if said.before:
-        found["kvferry, before"] = ["env", f"PYTHONPATH={said.before}", *ours]
-    if said.python:
+    argv_by_name = {"kvferry": ours, "kvferry, sequential": [*ours, "--hand-off", "sequential"]}
+    if options.before:
+        argv_by_name["kvferry, before"] = ["env", f"PYTHONPATH={options.before}", *ours]
+    if options.python:
         packages = f"{Path(kvferry.__file__).parents[1]}{os.pathsep}{sysconfig.get_path('purelib')}"
-        found["kvferry, other Python"] = ["env", f"PYTHONPATH={packages}", said.python, *ours[1:]]
-    if said.floor:
+        argv_by_name["kvferry, other Python"] = ["env", f"PYTHONPATH={packages}", options.python, *ours[1:]]
+    if options.floor:
         floor = str(Path(__file__).with_name("router_floor.py"))
-        found["uvloop and httptools alone"] = [sys.executable, floor, prefill, decode, "PORT"]
-    if said.peers:
+        argv_by_name["uvloop and httptools alone"] = [sys.executable, floor, prefill, decode, "PORT"]
+    if options.peers:
         shared = ["--prefill", prefill, "--decode", decode, "--host", "127.0.0.1", "--port", "PORT"]
         quiet = ["--policy", "round_robin", "--prometheus-port", "PORT1", "--prometheus-host", "127.0.0.1"]
-        found["vllm-router"] = [f"{said.peers}/vllm-router", "--vllm-pd-disaggregation", *shared, *quiet]
-        found["sglang-router"] = [f"{said.peers}/sglang-router", "launch", "--pd-disaggregation", *shared, *quiet]
-    if said.nginx:
-        found["nginx, D alone"] = [said.nginx, "-e", str(folder / "start.log"), "-c", str(folder / "nginx.conf")]
-    return {name: command for name, command in found.items() if not said.only or said.only == name}
+        argv_by_name["vllm-router"] = [f"{options.peers}/vllm-router", "--vllm-pd-disaggregation", *shared, *quiet]
+        argv_by_name["sglang-router"] = [
+            f"{options.peers}/sglang-router",
+            "launch",
+            "--pd-disaggregation",
+            *shared,
+            *quiet,
+        ]
+    if options.nginx:
+        argv_by_name["nginx, D alone"] = [
+            options.nginx,
+            "-e",
+            str(folder / "start.log"),
+            "-c",
+            str(folder / "nginx.conf"),
+        ]
+    return {name: command for name, command in argv_by_name.items() if not options.only or options.only == name}
 
 
 def before_mockers(settings: argparse.Namespace, stack: ExitStack, folder: Path, core: int) -> None:
@@ -275,7 +287,7 @@ def started(name: str, command: list[str], decode: str, folder: Path, core: int)
     port, other = free_port(), free_port()
     decode = decode.removeprefix("http://")
     (folder / "nginx.conf").write_text(NGINX.format(folder=folder, decode=decode, port=port))
-    command = [one.replace("PORT1", str(other)).replace("PORT", str(port)) for one in command]
+    command = [argument.replace("PORT1", str(other)).replace("PORT", str(port)) for argument in command]
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})  # inherited
     with (folder / f"{name}.log").open("wb") as log:
@@ -293,9 +305,9 @@ def end(process: subprocess.Popen[Any]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    for one in everything:
-        if one.is_running():
-            one.kill()
+    for member in everything:
+        if member.is_running():
+            member.kill()
 
 
 def table(routers: list[Router], streams: list[int]) -> str:
@@ -303,25 +315,25 @@ def table(routers: list[Router], streams: list[int]) -> str:
     names = [*WAYS, *(f"{number} streams" for number in streams)]
     direct, *others = routers
 
-    def later(one: Router, name: str, what: str) -> str:
-        here, base = getattr(one.cases[name], what), getattr(direct.cases[name], what)
-        return f"{here[0] - base[0]:.2f} (+{here[1] - base[1]:.1f})"
+    def later(router: Router, name: str, what: str) -> str:
+        value, base = getattr(router.cases[name], what), getattr(direct.cases[name], what)
+        return f"{value[0] - base[0]:.2f} (+{value[1] - base[1]:.1f})"
 
     ways = list(WAYS)
     lines = [f"| | µs a request: {', '.join(ways)} | later, ms: {', '.join(ways)} | MiB |", "|---|---|---|---|"]
-    for one in others:
-        costs = " / ".join(f"{one.cases[name].request_us:.0f}" for name in ways)
-        delays = " / ".join(later(one, name, "first") for name in ways)
-        lines.append(f"| {one.name} | {costs} | {delays} | {one.memory_mib:.0f} |")
+    for router in others:
+        costs = " / ".join(f"{router.cases[name].request_us:.0f}" for name in ways)
+        delays = " / ".join(later(router, name, "first") for name in ways)
+        lines.append(f"| {router.name} | {costs} | {delays} | {router.memory_mib:.0f} |")
     some = " / ".join(map(str, streams))
     lines += ["", f"| streams: {some} | µs a token | first token later, ms | between two tokens |", "|---|---|---|---|"]
-    for one in others:
+    for router in others:
         cells = [
-            " / ".join(f"{one.cases[name].token_us:.1f}" for name in names[len(ways) :]),
-            *(" / ".join(later(one, name, what) for name in names[len(ways) :]) for what in ("first", "between")),
+            " / ".join(f"{router.cases[name].token_us:.1f}" for name in names[len(ways) :]),
+            *(" / ".join(later(router, name, what) for name in names[len(ways) :]) for what in ("first", "between")),
         ]
-        lines.append(f"| {one.name} | {' | '.join(cells)} |")
-    at = ", ".join(f"{name} {one.first[0]:.2f} (99th: {one.first[1]:.2f})" for name, one in direct.cases.items())
+        lines.append(f"| {router.name} | {' | '.join(cells)} |")
+    at = ", ".join(f"{name} {case.first[0]:.2f} (99th: {case.first[1]:.2f})" for name, case in direct.cases.items())
     return "\n".join([*lines, "", f"Without a router the first piece comes after, ms: {at}."])
 
 
@@ -342,13 +354,13 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="keep the results")
     parser.add_argument("--only", help="the name of one router")
     parser.add_argument("--profile", help="write cProfile's statistics of kvferry's router there")
-    said = parser.parse_args()
+    options = parser.parse_args()
     core, *others = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, others or [core])
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if said.dynamo:
-            before_mockers(said, stack, folder, core)
+        if options.dynamo:
+            before_mockers(options, stack, folder, core)
             return
         peers, ports = Peers(folder), {}
         for role in ("prefill", "decode"):
@@ -356,7 +368,7 @@ def main() -> None:
             stack.callback(end, process)
         urls = {role: f"http://127.0.0.1:{port}" for role, port in ports.items()}
         routers = [Router("no router", ports["decode"])]
-        for name, command in commands(said, urls["prefill"], urls["decode"], folder).items():
+        for name, command in commands(options, urls["prefill"], urls["decode"], folder).items():
             router = started(name, command, urls["decode"], folder, core)
             assert router.process is not None
             stack.callback(end, router.process)
@@ -367,25 +379,25 @@ def main() -> None:
             else:
                 routers.append(router)
         for number in range(LAPS):
-            for one in routers:
-                print(f"lap {number + 1} of {LAPS}: {one.name}", file=sys.stderr)
-                lap(peers, one, said)
-        print(table(routers, said.streams))
-        if said.save:
-            kept = {name: getattr(said, name) for name in ("rounds", "streams", "samples", "tokens", "rate")}
-            print(save("router", kept, {one.name: about(one) for one in routers}))
+            for router in routers:
+                print(f"lap {number + 1} of {LAPS}: {router.name}", file=sys.stderr)
+                lap(peers, router, options)
+        print(table(routers, options.streams))
+        if options.save:
+            settings = {name: getattr(options, name) for name in ("rounds", "streams", "samples", "tokens", "rate")}
+            print(save("router", settings, {router.name: about(router) for router in routers}))
 
 
 def about(router: Router) -> dict[str, Any]:
     """What is kept."""
     cases = {
         name: {
-            "request_us": round(one.request_us, 1),
-            "token_us": round(one.token_us, 2),
-            "first_ms": [round(value, 3) for value in one.first],
-            "between_ms": [round(value, 3) for value in one.between] if len(one.requests[0]) > 1 else None,
+            "request_us": round(case.request_us, 1),
+            "token_us": round(case.token_us, 2),
+            "first_ms": [round(value, 3) for value in case.first],
+            "between_ms": [round(value, 3) for value in case.between] if len(case.requests[0]) > 1 else None,
         }
-        for name, one in router.cases.items()
+        for name, case in router.cases.items()
     }
     return {"memory_mib": round(router.memory_mib, 1), "cases": cases}
 

@@ -64,21 +64,21 @@ class Counted:
         self._peers.load(self._port, 1, requests, 0, tokens, _RATE)
         self.control(["-d"])
         self._num_dumps += 1
-        found = _TOTAL.search(self._out.with_name(f"{self._out.name}.{self._num_dumps}").read_text())
-        assert found is not None
-        return int(found[1])
+        total = _TOTAL.search(self._out.with_name(f"{self._out.name}.{self._num_dumps}").read_text())
+        assert total is not None
+        return int(total[1])
 
 
-def measure(router: Counted, peers: Peers, port: int, said: argparse.Namespace) -> str:
+def measure(router: Counted, peers: Peers, port: int, options: argparse.Namespace) -> str:
     """What a request takes."""
-    tokens = _TOKENS if said.stream else 0
+    tokens = _TOKENS if options.stream else 0
     peers.until_ready(port, _START_S)
     time.sleep(_STOPPED_AFTER_S + 2.0)
     peers.load(port, 1, 2 * _FEW, 0, tokens, _RATE)
     router.control(["-i", "on"])
     peers.load(port, 1, _FEW, 0, tokens, _RATE)
     few = router.instructions(_FEW, tokens)
-    each = (router.instructions(_FEW + said.requests, tokens) - few) / said.requests
+    each = (router.instructions(_FEW + options.requests, tokens) - few) / options.requests
     return f"{each:,.0f} instructions a request, {few - _FEW * each:,.0f} a connection of a client"
 
 
@@ -89,24 +89,24 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true", help=f"streams of {_TOKENS} tokens")
     parser.add_argument("--sequential", action="store_true", help="D is called once P has answered")
     parser.add_argument("--src", help="the src of another version of kvferry")
-    said = parser.parse_args()
-    for source in [said.src, ""] if said.src else [""]:
-        print(f"{source or 'this version'}: {measured(source, said)}", flush=True)
+    options = parser.parse_args()
+    for source in [options.src, ""] if options.src else [""]:
+        print(f"{source or 'this version'}: {measured(source, options)}", flush=True)
 
 
-def measured(source: str, said: argparse.Namespace) -> str:
+def measured(source: str, options: argparse.Namespace) -> str:
     """One version's figures."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port, peers = free_port(), Peers(folder)
-        flags = ["--port", str(port), *(["--hand-off", "sequential"] if said.sequential else [])]
+        flags = ["--port", str(port), *(["--hand-off", "sequential"] if options.sequential else [])]
         for role in ("prefill", "decode"):
             process, own_port = peers.instance(role)
             stack.callback(end, process)
             flags += [f"--{role}-url", f"http://127.0.0.1:{own_port}"]
         router = Counted(source, flags, folder, peers, port)
         stack.callback(end, router.process)
-        return measure(router, peers, port, said)
+        return measure(router, peers, port, options)
 
 
 if __name__ == "__main__":

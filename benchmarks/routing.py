@@ -54,13 +54,15 @@ class Arrival:
 
 def read_trace(path: Path) -> list[Arrival]:
     """Mooncake's form: one JSON object a line."""
-    found = []
+    arrivals = []
     for line in path.read_text().splitlines():
-        one = json.loads(line)
-        found.append(
-            Arrival(one["timestamp"] / 1000, one["input_length"], one["output_length"], tuple(one["hash_ids"]))
+        record = json.loads(line)
+        arrivals.append(
+            Arrival(
+                record["timestamp"] / 1000, record["input_length"], record["output_length"], tuple(record["hash_ids"])
+            )
         )
-    return found
+    return arrivals
 
 
 def generate(num_sessions: int = 5000, seconds: float = 3600.0, seed: int = 7) -> list[Arrival]:
@@ -69,7 +71,7 @@ def generate(num_sessions: int = 5000, seconds: float = 3600.0, seed: int = 7) -
     chance = random.Random(seed)
     sigma = math.log(531 / 135) / 1.2816
     fresh = iter(range(1, 1 << 60))
-    found: list[Arrival] = []
+    arrivals: list[Arrival] = []
     for _ in range(num_sessions):
         at, blocks = chance.uniform(0, seconds), [0]
         turns = 1 if chance.random() < 0.7 else 2 + int(chance.expovariate(1 / 0.8))
@@ -78,9 +80,9 @@ def generate(num_sessions: int = 5000, seconds: float = 3600.0, seed: int = 7) -
             answer = 1 + int(chance.lognormvariate(5, 0.8))
             # The last block of a prompt is not full: the next turn has another in its place.
             prompt = [*blocks, next(fresh)]
-            found.append(Arrival(at, len(prompt) * BLOCK - chance.randrange(BLOCK), answer, tuple(prompt)))
+            arrivals.append(Arrival(at, len(prompt) * BLOCK - chance.randrange(BLOCK), answer, tuple(prompt)))
             at += 135 * math.exp(chance.gauss(0, sigma))
-    return sorted(found, key=lambda one: one.at)
+    return sorted(arrivals, key=lambda arrival: arrival.at)
 
 
 class BlockCache:
@@ -104,8 +106,8 @@ class BlockCache:
         num_found = len(held)
         self._pool.acquire(held)
         held += self._pool.allocate(len(names) - num_found)
-        for place in range(num_found, len(names)):
-            self._pool.publish(held[place], names[place], names[place - 1] if place else None)
+        for index in range(num_found, len(names)):
+            self._pool.publish(held[index], names[index], names[index - 1] if index else None)
         self._pool.release(held)
         return num_found, self._gone
 
@@ -179,8 +181,8 @@ class Router:
         self.policy = make_policy(policy, context, settings.policy_option)
         loads = LoadTable()
         self.seen = {server: Seen(server, InstanceLoad(loads)) for server in servers}
-        for one in self.seen.values():
-            self.index.set_capacity(one, settings.cache_tokens)
+        for instance in self.seen.values():
+            self.index.set_capacity(instance, settings.cache_tokens)
 
 
 class Simulation:
@@ -191,7 +193,8 @@ class Simulation:
         self._clock, self._chance, self._spread = ManualClock(), random.Random(3), random.Random(11)
         blocks = settings.cache_tokens // BLOCK
         self.servers = [
-            Server(f"decode-{place}", BlockCache(blocks, eviction, self._clock)) for place in range(settings.instances)
+            Server(f"decode-{number}", BlockCache(blocks, eviction, self._clock))
+            for number in range(settings.instances)
         ]
         self._routers = [Router(settings, policy, self._clock, self.servers) for _ in range(settings.routers)]
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -206,7 +209,9 @@ class Simulation:
         self._until(math.inf)
         for router in self._routers:
             router.index.check()
-            assert all(one.load.num_decodes == one.load.num_prefills == 0 for one in router.seen.values())
+            assert all(
+                instance.load.num_decodes == instance.load.num_prefills == 0 for instance in router.seen.values()
+            )
         waits = sorted(self._waits)
         return {
             "hit_ratio": self.hits / self.total,
@@ -219,14 +224,14 @@ class Simulation:
         ids = [block for block in arrival.blocks for _ in range(BLOCK)] if self._knowledge.events else None
         keys = () if self._knowledge.events else arrival.blocks
         ends = range(BLOCK, BLOCK * len(keys) + 1, BLOCK)
-        asked = PromptTraits(num_tokens=len(arrival.blocks) * BLOCK, streams=True, prefix=Prefix(keys, ends, ids))
+        traits = PromptTraits(num_tokens=len(arrival.blocks) * BLOCK, streams=True, prefix=Prefix(keys, ends, ids))
         router = self._routers[self._spread.randrange(len(self._routers))]
-        cached = router.index.match(asked.prefix)
-        choice = router.policy.choose(asked, Options([], list(router.seen.values())))
+        cached = router.index.match(traits.prefix)
+        choice = router.policy.choose(traits, Options([], list(router.seen.values())))
         seen, server = choice.decode, choice.decode.server
-        router.index.served(seen, asked.prefix)
-        router.policy.placed(asked, choice)
-        uncached, begun = max(0, asked.num_tokens - cached.get(seen, 0)), self._clock.now
+        router.index.served(seen, traits.prefix)
+        router.policy.placed(traits, choice)
+        uncached, begun = max(0, traits.num_tokens - cached.get(seen, 0)), self._clock.now
         work = Work(seen.load, uncached, begun, computes=True, decodes=True)
         hits, gone = server.cache.put(arrival.blocks)
         self.hits, self.total = self.hits + hits, self.total + len(arrival.blocks)
@@ -278,12 +283,12 @@ class Simulation:
 
 def evenness(servers: Sequence[Server]) -> dict[str, float]:
     """Most by mean of the uncached load; over the trace, and the median over its minutes."""
-    loads = [one.uncached for one in servers]
-    windows = sorted({window for one in servers for window in one.windows})
+    loads = [server.uncached for server in servers]
+    windows = sorted({window for server in servers for window in server.windows})
     ratios = []
     for window in windows:
-        found = [one.windows.get(window, 0) for one in servers]
-        ratios.append(max(found) * len(found) / max(1, sum(found)))
+        num_requests = [server.windows.get(window, 0) for server in servers]
+        ratios.append(max(num_requests) * len(num_requests) / max(1, sum(num_requests)))
     return {
         "max_by_mean": max(loads) * len(loads) / max(1, sum(loads)),
         "max_by_mean_in_a_minute": sorted(ratios)[len(ratios) // 2],
@@ -294,21 +299,21 @@ def pooled(trace: Iterable[Arrival], num_blocks: int, eviction: str) -> float:
     """The hit ratio of one cache of this size."""
     clock = ManualClock()
     cache, hits, total, answers = BlockCache(num_blocks, eviction, clock), 0, 0, list[tuple[float, int, Arrival]]()
-    for number, one in enumerate(trace):
-        while answers and answers[0][0] <= one.at:
+    for number, arrival in enumerate(trace):
+        while answers and answers[0][0] <= arrival.at:
             clock.now, _, finished = heapq.heappop(answers)
             cache.finished(finished.blocks, finished.num_answer)
-        clock.now = one.at
-        hits, total = hits + cache.put(one.blocks)[0], total + len(one.blocks)
-        heapq.heappush(answers, (one.at + one.num_answer * TOKEN_S, number, one))
+        clock.now = arrival.at
+        hits, total = hits + cache.put(arrival.blocks)[0], total + len(arrival.blocks)
+        heapq.heappush(answers, (arrival.at + arrival.num_answer * TOKEN_S, number, arrival))
     return hits / total
 
 
 def shape(trace: Sequence[Arrival]) -> dict[str, float]:
     """What kind of trace it is."""
     uses: dict[int, int] = {}
-    for one in trace:
-        for block in one.blocks:
+    for arrival in trace:
+        for block in arrival.blocks:
             uses[block] = uses.get(block, 0) + 1
     return {
         "requests": len(trace),
@@ -320,26 +325,26 @@ def shape(trace: Sequence[Arrival]) -> dict[str, float]:
 
 def measure(settings: argparse.Namespace, name: str, trace: Sequence[Arrival]) -> dict[str, Any]:
     """All policies over one trace, with each eviction."""
-    different = len({block for one in trace for block in one.blocks})
-    found: dict[str, Any] = {"shape": shape(trace), "infinite": pooled(trace, different, "lru"), "eviction": {}}
-    print(f"\n{name}: {found['shape']}\ninfinite {found['infinite']:.4f}")
+    different = len({block for arrival in trace for block in arrival.blocks})
+    results: dict[str, Any] = {"shape": shape(trace), "infinite": pooled(trace, different, "lru"), "eviction": {}}
+    print(f"\n{name}: {results['shape']}\ninfinite {results['infinite']:.4f}")
     for eviction in settings.eviction:
-        found["eviction"][eviction] = _with_eviction(settings, eviction, trace)
-    return found
+        results["eviction"][eviction] = _with_eviction(settings, eviction, trace)
+    return results
 
 
 def _with_eviction(settings: argparse.Namespace, eviction: str, trace: Sequence[Arrival]) -> dict[str, Any]:
     num_blocks = settings.instances * settings.cache_tokens // BLOCK
-    found: dict[str, Any] = {"pooled": pooled(trace, num_blocks, eviction), "policies": {}}
-    print(f"\ninstances with {eviction}; pooled {found['pooled']:.4f}\n")
+    results: dict[str, Any] = {"pooled": pooled(trace, num_blocks, eviction), "policies": {}}
+    print(f"\ninstances with {eviction}; pooled {results['pooled']:.4f}\n")
     heads = ("hit ratio", "max/mean", "in a minute", "TTFT mean s", "TTFT p90 s")
     print(f"{'policy':<14}{'knowledge':<20}" + "".join(f"{head:>13}" for head in heads))
     for policy, knowledge in _cells(settings.policy):
         figures = Simulation(settings, policy, knowledge, eviction).run(trace)
-        found["policies"].setdefault(policy, {})[knowledge.name] = figures
+        results["policies"].setdefault(policy, {})[knowledge.name] = figures
         cells = "".join(f"{value:>13.3f}" for value in figures.values())
         print(f"{policy:<14}{knowledge.name:<20}{cells}", flush=True)
-    return found
+    return results
 
 
 def _cells(policies: Sequence[str]) -> Iterator[tuple[str, Knowledge]]:
@@ -366,8 +371,8 @@ def main() -> None:
     if settings.generated or not results:
         results["generated"] = measure(settings, "generated", generate())
     if not settings.no_save:
-        told = {name: value for name, value in vars(settings).items() if name not in ("traces", "no_save")}
-        print(f"\n{save('routing' if settings.routers == 1 else 'routing_routers', told, results)}")
+        options = {name: value for name, value in vars(settings).items() if name not in ("traces", "no_save")}
+        print(f"\n{save('routing' if settings.routers == 1 else 'routing_routers', options, results)}")
 
 
 if __name__ == "__main__":

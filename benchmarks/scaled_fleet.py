@@ -54,8 +54,8 @@ class ScaledFleet:
     def answered(self) -> list[tuple[float, float, float]]:
         """(arrival, TTFT, ITL) of each request that was answered completely, in seconds."""
         return [
-            (one.at_s, one.ttft_s, (one.e2e_s - one.ttft_s) / max(1, one.num_tokens - 1))
-            for one in self._replay.answered
+            (result.at_s, result.ttft_s, (result.e2e_s - result.ttft_s) / max(1, result.num_tokens - 1))
+            for result in self._replay.answered
         ]
 
     def run(self) -> dict[str, Any]:
@@ -63,13 +63,13 @@ class ScaledFleet:
         begun, targets = time.process_time(), self._targets
         figures = self._replay.run(Targets(ttft=targets.ttft_s, itl=targets.itl_s))
         if isinstance(self._rule, Kvferry) and self._is_followed:
-            self._rule.said = [f"{one.at:.0f} {one.what}: {one.why}" for one in figures.decisions]
+            self._rule.said = [f"{decision.at:.0f} {decision.what}: {decision.why}" for decision in figures.decisions]
         return {
             "requests": figures.requests,
             "complete": figures.complete,
             "within": figures.within,
-            "ttft_within": sum(one <= targets.ttft_s for _, one, _ in self.answered) / figures.requests,
-            "itl_within": sum(one <= targets.itl_s for _, _, one in self.answered) / figures.requests,
+            "ttft_within": sum(ttft_s <= targets.ttft_s for _, ttft_s, _ in self.answered) / figures.requests,
+            "itl_within": sum(itl_s <= targets.itl_s for _, _, itl_s in self.answered) / figures.requests,
             "instance_s": figures.instance_s,
             "most": [self._most.prefill, self._most.decode],
             "starts": self._num_starts,
@@ -82,8 +82,11 @@ class ScaledFleet:
         """The spec with these counts. Where routers know the targets and `[scale]` does not decide, its bounds leave it
         no choice."""
         rules = self._rule.rules if isinstance(self._rule, Kvferry) else RULES
-        least, budget = (rules.min_counts, rules.budget) if self._is_followed else (counts, counts.total)
-        bounds = {PREFILL: (least.prefill, rules.max_counts.prefill), DECODE: (least.decode, rules.max_counts.decode)}
+        min_counts, budget = (rules.min_counts, rules.budget) if self._is_followed else (counts, counts.total)
+        bounds = {
+            PREFILL: (min_counts.prefill, rules.max_counts.prefill),
+            DECODE: (min_counts.decode, rules.max_counts.decode),
+        }
         role = {
             name: {"count": count, "min": bounds[name][0], "max": bounds[name][1], "can_be": [other]}
             for name, count, other in ((PREFILL, counts.prefill, DECODE), (DECODE, counts.decode, PREFILL))
@@ -93,16 +96,16 @@ class ScaledFleet:
             "budget": int(budget), "interval": _duration(INTERVAL_S),
             "cool_down": _duration(rules.cool_down_s), "starts": _duration(START_S),
         }  # fmt: skip
-        given = {"name": "scaled", "model": "simulated", "mode": "pooling", "role": role, "router": {"count": 1}}
-        told = {"scale": scale} if self._rule.targets is not None else {}
-        return fleet_from({**given, **told, "failure": {"drain": _duration(DRAIN_S)}})
+        table = {"name": "scaled", "model": "simulated", "mode": "pooling", "role": role, "router": {"count": 1}}
+        scaling = {"scale": scale} if self._rule.targets is not None else {}
+        return fleet_from({**table, **scaling, "failure": {"drain": _duration(DRAIN_S)}})
 
     # While it runs.
 
     def _look(self, world: World) -> None:
         """Count what has changed, and have the rule decide when it is time."""
         assert isinstance(world, FleetWorld)
-        roles = {one.name: one.role for one in world.instances}
+        roles = {instance.name: instance.role for instance in world.instances}
         if self._roles:
             self._num_starts += len(roles.keys() - self._roles.keys())
             self._num_switches += sum(self._roles.get(name, role) != role for name, role in roles.items())
@@ -112,41 +115,44 @@ class ScaledFleet:
         self._decide_at = world.simulation.now + INTERVAL_S
         status = world.ledger.status()
         assert status is not None
-        here = Counts(*(status.roles[role].desired for role in ROLES))
-        self._most = Counts(max(self._most.prefill, here.prefill), max(self._most.decode, here.decode))
+        current = Counts(*(status.roles[role].desired for role in ROLES))
+        self._most = Counts(max(self._most.prefill, current.prefill), max(self._most.decode, current.decode))
         if not self._is_followed:
-            wanted = self._rule.decide(self._seen(world, here, [status.roles[role] for role in ROLES]))
-            if wanted != here:
-                world.apply(self._fleet(wanted))
+            desired = self._rule.decide(self._seen(world, current, [status.roles[role] for role in ROLES]))
+            if desired != current:
+                world.apply(self._fleet(desired))
 
-    def _seen(self, world: FleetWorld, here: Counts, roles: Sequence[RoleStatus]) -> Seen:
+    def _seen(self, world: FleetWorld, current: Counts, roles: Sequence[RoleStatus]) -> Seen:
         router, now = world.routers[0].router, world.simulation.wall()
         assert router is not None
         if isinstance(self._rule, Clairvoyant):
             self._rule.base = now - world.simulation.now + world.results[0].spec.at_s
         text = router.services.chooser.traffic.encode(now, 3600, 1024)
         report = msgspec.json.decode(text, type=TrafficReport)
-        lately = [one for one in report.requests if one.state == "done" and one.arrived > now - 60.0]
+        lately = [request for request in report.requests if request.state == "done" and request.arrived > now - 60.0]
         return Seen(
             now=now,
-            counts=here,
-            ready=Counts(*(one.ready for one in roles)),
-            draining=sum(one.draining for one in roles),
+            counts=current,
+            ready=Counts(*(status.ready for status in roles)),
+            draining=sum(status.draining for status in roles),
             report=report,
             busy_prefill=self._busy(world, PREFILL),
             busy_decode=self._busy(world, DECODE),
-            decode_tokens_per_s=sum(one.output_tokens for one in lately) / 60.0,
+            decode_tokens_per_s=sum(request.output_tokens for request in lately) / 60.0,
         )
 
     def _busy(self, world: FleetWorld, role: str) -> float:
         """The share of the time in which the instances of a role computed, since this was asked last."""
-        total, here = 0.0, [one for one in world.instances if one.role == role and one.executor is not None]
-        for one in here:
-            assert one.executor is not None
-            before = self._busy_s.get(one.name, 0.0)
-            self._busy_s[one.name] = busy_s = one.executor.busy_s
+        total, instances = (
+            0.0,
+            [instance for instance in world.instances if instance.role == role and instance.executor is not None],
+        )
+        for instance in instances:
+            assert instance.executor is not None
+            before = self._busy_s.get(instance.name, 0.0)
+            self._busy_s[instance.name] = busy_s = instance.executor.busy_s
             total += busy_s - before if busy_s >= before else busy_s  # a new process counts from 0
-        return total / (INTERVAL_S * len(here)) if here else 0.0
+        return total / (INTERVAL_S * len(instances)) if instances else 0.0
 
 
 def _duration(seconds: float) -> str:

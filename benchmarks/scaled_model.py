@@ -89,16 +89,16 @@ class Engine:
     @property
     def queued_tokens(self) -> float:
         """Of prompts that are not computed yet."""
-        return sum(one.left for one in self.prompts) + sum(number for _, number in self.chunk)
+        return sum(request.left for request in self.prompts) + sum(number for _, number in self.chunk)
 
     def cached(self, arrival: Arrival) -> int:
         """Tokens of the prompt that are in the prefix cache."""
-        known = 0
+        num_cached = 0
         for block in arrival.block_ids:
             if block not in self.cache:
                 break
-            known += 1
-        return min(arrival.prompt_tokens - 1, known * BLOCK_TOKENS)
+            num_cached += 1
+        return min(arrival.prompt_tokens - 1, num_cached * BLOCK_TOKENS)
 
     def keep(self, arrival: Arrival) -> None:
         """Its blocks are the newest ones of the prefix cache."""
@@ -157,7 +157,7 @@ class Engine:
             return
         times, tokens = self.spec.times, sum(number for _, number in self.chunk)
         seconds = (self._step_s() if self.running else times.base_s) + times.prefill_token_s * tokens
-        seconds += times.context_token_s * sum(one.arrival.prompt_tokens for one, _ in self.chunk)
+        seconds += times.context_token_s * sum(request.arrival.prompt_tokens for request, _ in self.chunk)
         self.step_ends, self.busy_s = now + seconds, self.busy_s + seconds
 
     def next_s(self) -> float | None:
@@ -186,7 +186,7 @@ class Engine:
             if self.step_ends > until:
                 return [], []
             until, self.steps = self.step_ends, self.steps + 1.0
-            computed = [one for one, _ in self.chunk if one.left <= 0]
+            computed = [request for request, _ in self.chunk if request.left <= 0]
             self.now = until
         else:
             self._go_on(until)
@@ -234,8 +234,8 @@ class ScaledModel:
         for role, number in (("prefill", self._wanted.prefill), ("decode", self._wanted.decode)):
             for _ in range(number):
                 self._add(role, 0.0, 0.0)
-        for one in self._arrivals:
-            self._at(one.at_s, "arrive", one)
+        for arrival in self._arrivals:
+            self._at(arrival.at_s, "arrive", arrival)
         self._at(0.0, "decide", None)
         self._at(0.0, "look", None)
         while self._num_over < len(self._arrivals) and self._events:
@@ -262,19 +262,19 @@ class ScaledModel:
         return self._figures(time.process_time() - begun)
 
     def _figures(self, cpu_s: float) -> dict[str, Any]:
-        done = [one for one in self._requests if one.end_s is not None]
-        for one in done:
-            assert one.end_s is not None
-            itl = (one.end_s - one.first_s) / max(1, one.arrival.answer_tokens - 1)
-            self.answered.append((one.arrival.at_s, one.first_s - one.arrival.at_s, itl))
+        done = [request for request in self._requests if request.end_s is not None]
+        for request in done:
+            assert request.end_s is not None
+            itl = (request.end_s - request.first_s) / max(1, request.arrival.answer_tokens - 1)
+            self.answered.append((request.arrival.at_s, request.first_s - request.arrival.at_s, itl))
         within = sum(a <= self._targets.ttft_s and b <= self._targets.itl_s for _, a, b in self.answered)
         number = len(self._arrivals)
         return {
             "requests": number,
             "complete": len(done),
             "within": within / number,
-            "ttft_within": sum(one <= self._targets.ttft_s for _, one, _ in self.answered) / number,
-            "itl_within": sum(one <= self._targets.itl_s for _, _, one in self.answered) / number,
+            "ttft_within": sum(ttft_s <= self._targets.ttft_s for _, ttft_s, _ in self.answered) / number,
+            "itl_within": sum(itl_s <= self._targets.itl_s for _, _, itl_s in self.answered) / number,
             "instance_s": self.instance_s,
             "most": [self.most.prefill, self.most.decode],
             "starts": self.num_starts,
@@ -296,17 +296,17 @@ class ScaledModel:
 
     def _advance(self, now: float, engine: Engine) -> None:
         computed, over = engine.advance(now)
-        for one in computed:
-            one.first_s = now + FIRST_S
-            seen = one.seen
-            seen.first_s, seen.hand_off_s = one.first_s - one.arrival.at_s, FIRST_S
-            if one.to is engine or one.to is None:
-                engine.add_answer(now, one)
+        for request in computed:
+            request.first_s = now + FIRST_S
+            seen = request.seen
+            seen.first_s, seen.hand_off_s = request.first_s - request.arrival.at_s, FIRST_S
+            if request.to is engine or request.to is None:
+                engine.add_answer(now, request)
             else:
-                seen.prefill_s = now - one.began_s
-                self._at(now + HAND_OFF_S, "answer", one)
-        for one in over:
-            self._over(now, one, engine)
+                seen.prefill_s = now - request.began_s
+                self._at(now + HAND_OFF_S, "answer", request)
+        for request in over:
+            self._over(now, request, engine)
         self._arm(engine)
 
     def _over(self, now: float, request: Request, about: Engine) -> None:
@@ -322,15 +322,17 @@ class ScaledModel:
 
     def _of(self, role: str, now: float) -> list[Engine]:
         return [
-            one
-            for one in self._engines.values()
-            if one.role == role and one.ready_s <= now and one.draining_since is None
+            engine
+            for engine in self._engines.values()
+            if engine.role == role and engine.ready_s <= now and engine.draining_since is None
         ]
 
     def _arrive(self, now: float, arrival: Arrival) -> None:
         prefills, decodes = self._of("prefill", now), self._of("decode", now)
         token_s = self._spec.times.prefill_token_s
-        prefill = min(prefills, key=lambda one: one.queued_tokens + arrival.prompt_tokens - one.cached(arrival))
+        prefill = min(
+            prefills, key=lambda engine: engine.queued_tokens + arrival.prompt_tokens - engine.cached(arrival)
+        )
         decode = self._least_busy(decodes)
         left = arrival.prompt_tokens - prefill.cached(arrival)
         whole_left = arrival.prompt_tokens - decode.cached(arrival)
@@ -350,8 +352,8 @@ class ScaledModel:
                 )
             is_whole = is_whole and len(self._requests) >= MIN_HAND_OFFS
             may_answer = not is_whole and len(self._requests) >= MIN_HAND_OFFS
-            if may_answer and (one := self._answers_at_prefill(arrival, prefills, decodes)) is not None:
-                is_whole, decode, whole_left = True, one, arrival.prompt_tokens - one.cached(arrival)
+            if may_answer and (chosen := self._answers_at_prefill(arrival, prefills, decodes)) is not None:
+                is_whole, decode, whole_left = True, chosen, arrival.prompt_tokens - chosen.cached(arrival)
         engine, tokens = (decode, whole_left) if is_whole else (prefill, left)
         seen = RequestObservation(
             now, arrival.prompt_tokens, int(tokens), streams=True, decode=decode.name,
@@ -369,21 +371,21 @@ class ScaledModel:
         """For a whole request, or for an answer."""
         token_s = self._spec.times.prefill_token_s
         interference_s = 2.0 * self._spec.times.decode_sequence_s * self._answer_tokens
-        return min(engines, key=lambda one: token_s * one.queued_tokens + interference_s * one.num_answers)
+        return min(engines, key=lambda engine: token_s * engine.queued_tokens + interference_s * engine.num_answers)
 
     def _answers_at_prefill(
         self, arrival: Arrival, prefills: Sequence[Engine], decodes: Sequence[Engine]
     ) -> Engine | None:
         """The prefill instance that is to answer itself, because no decode instance keeps the targets and it does."""
         targets, step = self._rule.targets, self._decode
-        if targets is None or step.at(min(one.num_answers for one in decodes) + 1) <= targets.itl_s:
+        if targets is None or step.at(min(engine.num_answers for engine in decodes) + 1) <= targets.itl_s:
             return None
         token_s = self._spec.times.prefill_token_s
-        one = self._least_busy(prefills)
-        first_s = token_s * (one.queued_tokens + arrival.prompt_tokens - one.cached(arrival))
-        step_s = step.at(one.num_answers + 1)
-        keeps = meets_itl(targets.itl_s, step_s, self._answer_tokens, one.num_answers, first_s)
-        return one if keeps and first_s <= targets.ttft_s else None
+        candidate = self._least_busy(prefills)
+        first_s = token_s * (candidate.queued_tokens + arrival.prompt_tokens - candidate.cached(arrival))
+        step_s = step.at(candidate.num_answers + 1)
+        keeps = meets_itl(targets.itl_s, step_s, self._answer_tokens, candidate.num_answers, first_s)
+        return candidate if keeps and first_s <= targets.ttft_s else None
 
     # Members.
 
@@ -394,29 +396,29 @@ class ScaledModel:
         self._engines[name] = Engine(name, role, self._spec, now + start_s, now=now)
 
     def _staying(self, role: str) -> list[Engine]:
-        return [one for one in self._engines.values() if one.role == role and one.draining_since is None]
+        return [engine for engine in self._engines.values() if engine.role == role and engine.draining_since is None]
 
     def _look(self, now: float) -> None:
         """As `ScaledFleet` does each second."""
         self._count(now)
-        wanted = {"prefill": self._wanted.prefill, "decode": self._wanted.decode}
-        missing = {role: number - len(self._staying(role)) for role, number in wanted.items()}
+        desired = {"prefill": self._wanted.prefill, "decode": self._wanted.decode}
+        missing = {role: number - len(self._staying(role)) for role, number in desired.items()}
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
-            for one in self._staying(role):
+            for engine in self._staying(role):
                 is_last = len(self._of(role, now)) == 1
-                if one.ready_s <= now and not is_last and missing[role] < 0 < missing[other]:
-                    one.role = other
+                if engine.ready_s <= now and not is_last and missing[role] < 0 < missing[other]:
+                    engine.role = other
                     missing[role] += 1
                     missing[other] -= 1
                     self.num_switches += 1
         for role, number in missing.items():
             for _ in range(number):
                 self._add(role, now, START_S)
-            for one in sorted(self._staying(role), key=lambda one: one.ready_s <= now)[: max(0, -number)]:
-                one.draining_since = now
-        for name, one in list(self._engines.items()):
-            since = one.draining_since
-            if since is not None and (one.ready_s > now or one.is_empty or now - since > DRAIN_S):
+            for surplus in sorted(self._staying(role), key=lambda engine: engine.ready_s <= now)[: max(0, -number)]:
+                surplus.draining_since = now
+        for name, engine in list(self._engines.items()):
+            since = engine.draining_since
+            if since is not None and (engine.ready_s > now or engine.is_empty or now - since > DRAIN_S):
                 del self._engines[name]
 
     def _count(self, now: float) -> None:
@@ -424,25 +426,25 @@ class ScaledModel:
         self._counted_until = now
 
     def _decide(self, now: float) -> None:
-        requests = [one.seen for one in self._requests[-LOOKS_BACK:]]
-        lately = [one for one in requests if one.state == "done" and one.arrived > now - 60.0]
+        requests = [request.seen for request in self._requests[-LOOKS_BACK:]]
+        lately = [request for request in requests if request.state == "done" and request.arrived > now - 60.0]
         self._wanted = self._rule.decide(
             Seen(
                 now=now,
                 counts=self._wanted,
                 ready=Counts(len(self._of("prefill", now)), len(self._of("decode", now))),
-                draining=sum(one.draining_since is not None for one in self._engines.values()),
+                draining=sum(engine.draining_since is not None for engine in self._engines.values()),
                 report=TrafficReport(now, len(self._requests), 0, requests),
                 busy_prefill=self._busy("prefill", now),
                 busy_decode=self._busy("decode", now),
-                decode_tokens_per_s=sum(one.output_tokens for one in lately) / 60.0,
+                decode_tokens_per_s=sum(request.output_tokens for request in lately) / 60.0,
             )
         )
         self.most = Counts(max(self.most.prefill, self._wanted.prefill), max(self.most.decode, self._wanted.decode))
 
     def _busy(self, role: str, now: float) -> float:
-        here, total = self._of(role, now), 0.0
-        for one in here:
-            total += one.busy_s - one.told_busy_s
-            one.told_busy_s = one.busy_s
-        return total / (INTERVAL_S * len(here)) if here else 0.0
+        engines, total = self._of(role, now), 0.0
+        for engine in engines:
+            total += engine.busy_s - engine.told_busy_s
+            engine.told_busy_s = engine.busy_s
+        return total / (INTERVAL_S * len(engines)) if engines else 0.0

@@ -100,9 +100,9 @@ class Kvferry(Rule):
             self._measuring = TrafficMeter(INTERVAL_S, seen.now)
         self._measuring.record({"router": seen.report}, {}, seen.now, 0.0)
         room = DecodeCapacity(INSTANCE.num_blocks * INSTANCE.block_size, INSTANCE.max_num_seqs)
-        found = self._measuring.measured(room, seen.now)
+        measured = self._measuring.measured(room, seen.now)
         since = max(self._memory.changed_at, seen.now - RECENT_S)
-        return replace(found, attained=self._measuring.attained(self.rules.targets, since, seen.now))
+        return replace(measured, attained=self._measuring.attained(self.rules.targets, since, seen.now))
 
     def decide(self, seen: Seen) -> Counts:
         situation = FleetSnapshot(seen.ready, seen.draining, START_S)
@@ -121,20 +121,20 @@ class Clairvoyant(Kvferry):
         super().__init__(start, replace(rules, cool_down_s=0.0))
         self._requests = np.array(
             [
-                (one.at_s, left, one.answer_tokens)
-                for one, left in zip(arrivals, uncached(arrivals), strict=True)
+                (arrival.at_s, left, arrival.answer_tokens)
+                for arrival, left in zip(arrivals, uncached(arrivals), strict=True)
             ]
         )  # fmt: skip
         self.base: float = 0.0
         """When the first one arrives."""
 
     def _measured(self, seen: Seen) -> MeasuredTraffic:
-        found = super()._measured(seen)
+        measured = super()._measured(seen)
         begins, lasts_s = seen.now - self.base - START_S, 2 * START_S + 3 * INTERVAL_S
-        here = self._requests[(self._requests[:, 0] >= begins) & (self._requests[:, 0] < begins + lasts_s)]
-        workload = Workload(np.maximum(here[:, 0] - begins, 0.0), here[:, 1], here[:, 2], lasts_s)
-        times = found.times or TIMES
-        return replace(found, workload=workload, times=times, num_known=99, demand=Demand([0.0] * 60, INTERVAL_S))
+        rows = self._requests[(self._requests[:, 0] >= begins) & (self._requests[:, 0] < begins + lasts_s)]
+        workload = Workload(np.maximum(rows[:, 0] - begins, 0.0), rows[:, 1], rows[:, 2], lasts_s)
+        times = measured.times or TIMES
+        return replace(measured, workload=workload, times=times, num_known=99, demand=Demand([0.0] * 60, INTERVAL_S))
 
     def decide(self, seen: Seen) -> Counts:
         self._memory = msgspec.structs.replace(self._memory, changed_at=-1e18)
@@ -143,12 +143,14 @@ class Clairvoyant(Kvferry):
 
 def uncached(arrivals: Sequence[Arrival]) -> list[float]:
     """Tokens of each prompt that no earlier one had."""
-    known: set[int] = set()
-    found = []
-    for one in arrivals:
-        found.append(max(1.0, one.prompt_tokens - BLOCK_TOKENS * sum(block in known for block in one.block_ids)))
-        known.update(one.block_ids)
-    return found
+    cached: set[int] = set()
+    counts = []
+    for arrival in arrivals:
+        counts.append(
+            max(1.0, arrival.prompt_tokens - BLOCK_TOKENS * sum(block in cached for block in arrival.block_ids))
+        )
+        cached.update(arrival.block_ids)
+    return counts
 
 
 @dataclass
@@ -158,33 +160,37 @@ class Hpa(Rule):
 
     target: float = 0.7
     tolerance: float = 0.1
-    wanted: list[tuple[float, Counts]] = field(default_factory=list)
+    decisions: list[tuple[float, Counts]] = field(default_factory=list)
 
     def decide(self, seen: Seen) -> Counts:
-        here = seen.counts
+        current = seen.counts
         new = Counts(
-            self._of(here.prefill, seen.ready.prefill, seen.busy_prefill),
-            self._of(here.decode, seen.ready.decode, seen.busy_decode),
+            self._of(current.prefill, seen.ready.prefill, seen.busy_prefill),
+            self._of(current.decode, seen.ready.decode, seen.busy_decode),
         )
         return self._stabilised(seen, new)
 
-    def _of(self, here: int, ready: int, busy: float) -> int:
+    def _of(self, current: int, ready: int, busy: float) -> int:
         ratio = busy / self.target
-        wanted = here if abs(ratio - 1) <= self.tolerance else math.ceil(max(1, ready) * ratio)
-        return min(MOST, max(1, wanted))
+        desired = current if abs(ratio - 1) <= self.tolerance else math.ceil(max(1, ready) * ratio)
+        return min(MOST, max(1, desired))
 
     def _stabilised(self, seen: Seen, new: Counts) -> Counts:
-        self.wanted = [one for one in self.wanted if one[0] > seen.now - COOL_DOWN_S] + [(seen.now, new)]
-        return Counts(max(one.prefill for _, one in self.wanted), max(one.decode for _, one in self.wanted))
+        self.decisions = [decision for decision in self.decisions if decision[0] > seen.now - COOL_DOWN_S] + [
+            (seen.now, new)
+        ]
+        return Counts(
+            max(counts.prefill for _, counts in self.decisions), max(counts.decode for _, counts in self.decisions)
+        )
 
 
 class RatioClamp(Hpa):
     """The same, with the ratio kept."""
 
     def decide(self, seen: Seen) -> Counts:
-        found = super().decide(seen)
-        prefill = max(found.prefill, math.ceil(found.decode / 2))
-        return Counts(min(MOST, prefill), min(MOST, max(found.decode, math.ceil(prefill / 2))))
+        counts = super().decide(seen)
+        prefill = max(counts.prefill, math.ceil(counts.decode / 2))
+        return Counts(min(MOST, prefill), min(MOST, max(counts.decode, math.ceil(prefill / 2))))
 
 
 class DecodeTps(Hpa):
@@ -212,10 +218,10 @@ class TokenVelocity(Hpa):
         self._decode_per_s = together / (step.base_s + step.decode_sequence_s * together)
 
     def decide(self, seen: Seen) -> Counts:
-        lately = [one for one in seen.report.requests if one.arrived > seen.now - self._window_s]
-        ended = [one.output_tokens for one in seen.report.requests if one.state == "done"]
+        lately = [request for request in seen.report.requests if request.arrived > seen.now - self._window_s]
+        ended = [request.output_tokens for request in seen.report.requests if request.state == "done"]
         answer = sum(ended) / len(ended) if ended else 0.0
-        prefill = sum(one.uncached for one in lately) / self._window_s / self._prefill_per_s
+        prefill = sum(request.uncached for request in lately) / self._window_s / self._prefill_per_s
         decode = len(lately) * answer / self._window_s / self._decode_per_s
-        wanted = (min(MOST, max(1, math.ceil(one))) for one in (prefill, decode))
-        return self._stabilised(seen, Counts(*wanted))
+        desired = (min(MOST, max(1, math.ceil(number))) for number in (prefill, decode))
+        return self._stabilised(seen, Counts(*desired))

@@ -28,8 +28,8 @@ class Running:
 @contextmanager
 def kvferry(*arguments: str, cores: Sequence[int] | None = None) -> Iterator[str]:
     """Run `kvferry ARGUMENTS` on these cores until the end of the block; the URL it printed."""
-    with running(*arguments, cores=cores) as one:
-        yield one.url
+    with running(*arguments, cores=cores) as server:
+        yield server.url
 
 
 @contextmanager
@@ -62,8 +62,8 @@ def running(
 def _wait_for_url(process: subprocess.Popen[str], log: IO[str]) -> str:
     assert process.stdout is not None
     for line in process.stdout:
-        if (found := _UP.search(line)) is not None:
-            return found[1]
+        if (match := _UP.search(line)) is not None:
+            return match[1]
     code = process.wait()
     log.seek(0)
     raise RuntimeError(f"kvferry ended with {code} before it served:\n{log.read()[-2000:]}")

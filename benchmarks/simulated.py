@@ -93,7 +93,7 @@ class Configuration:
         """The connectors' configuration; empty: the default."""
         if not self.stores:
             return ""
-        stores = [one.format(folder=folder) for one in self.stores]
+        stores = [store.format(folder=folder) for store in self.stores]
         store = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": stores}}
         options = {"connectors": [{"kv_connector": "P2pConnector"}, store]}
         return json.dumps({"kv_connector": "MultiConnector", "kv_connector_extra_config": options})
@@ -151,18 +151,18 @@ CONFIGURATIONS = {
 def make_trace(configuration: Configuration, duration_s: float, seed: int) -> list[Arrival]:
     """Poisson arrivals, prompts of 64 to 1,500 tokens and answers of 8 to 64, most of them short."""
     source, now = random.Random(seed), 0.0
-    found: list[Arrival] = []
+    arrivals: list[Arrival] = []
     while True:
         now += source.expovariate(configuration.rate)
         if now > duration_s:
-            return found
+            return arrivals
         prompt = min(1500, max(64, int(source.lognormvariate(5.7, 0.7))))
         blocks = -(-prompt // 512)
-        first = 1000 + 8 * len(found)
+        first = 1000 + 8 * len(arrivals)
         if source.random() < configuration.shared:
             first = -8 * source.randrange(configuration.documents) if configuration.documents > 1 else 0
         ids = tuple(range(first, first + blocks))
-        found.append(Arrival(now, prompt, source.randrange(8, 65), ids))
+        arrivals.append(Arrival(now, prompt, source.randrange(8, 65), ids))
 
 
 async def play(url: str, arrivals: Sequence[Arrival], num_warm: int) -> list[Streamed]:
@@ -186,13 +186,13 @@ async def play(url: str, arrivals: Sequence[Arrival], num_warm: int) -> list[Str
 
 def measured(answers: Sequence[Streamed]) -> dict[str, Percentiles]:
     """Percentiles of what the clients of the real fleet saw."""
-    failed = [one.error for one in answers if one.error]
+    failed = [answer.error for answer in answers if answer.error]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")
     return {
-        "ttft": Percentiles.of([one.ttft for one in answers]),
-        "itl": Percentiles.of([gap for one in answers for gap in one.gaps]),
-        "e2e": Percentiles.of([one.token_times[-1] - one.asked for one in answers]),
+        "ttft": Percentiles.of([answer.ttft for answer in answers]),
+        "itl": Percentiles.of([gap for answer in answers for gap in answer.gaps]),
+        "e2e": Percentiles.of([answer.token_times[-1] - answer.sent_at for answer in answers]),
     }
 
 
@@ -208,7 +208,7 @@ def calibrated() -> MachineTimes:
 def brief(times: MachineTimes) -> MachineTimes:
     """Without the measurements."""
     step, transfer = times.step, msgspec.structs.replace(times.transfer, samples=[])
-    spreads = {name: [round(one, 3) for one in getattr(step, name)] for name in ("decode_spread", "prefill_spread")}
+    spreads = {name: [round(point, 3) for point in getattr(step, name)] for name in ("decode_spread", "prefill_spread")}
     return msgspec.structs.replace(times, samples=[], transfer=transfer, step=msgspec.structs.replace(step, **spreads))
 
 
@@ -216,8 +216,8 @@ def run_real(configuration: Configuration, options: argparse.Namespace) -> dict[
     """What the clients of a real fleet saw."""
     arrivals = make_trace(configuration, options.seconds, options.seed)
     with configuration.running() as url:
-        found = measured(asyncio.run(play(url, arrivals, configuration.num_warm)))
-    return {name: rounded(one) for name, one in found.items()}
+        results = measured(asyncio.run(play(url, arrivals, configuration.num_warm)))
+    return {name: rounded(figures) for name, figures in results.items()}
 
 
 def simulate(configuration: Configuration, times: MachineTimes, options: argparse.Namespace) -> dict[str, Any]:
@@ -229,15 +229,15 @@ def simulate(configuration: Configuration, times: MachineTimes, options: argpars
     return {name: rounded(getattr(figures, name)) for name in LATENCIES}
 
 
-def rounded(one: Percentiles) -> dict[str, float]:
+def rounded(percentiles: Percentiles) -> dict[str, float]:
     """To microseconds."""
-    return {name: round(seconds, 6) for name, seconds in msgspec.structs.asdict(one).items()}
+    return {name: round(seconds, 6) for name, seconds in msgspec.structs.asdict(percentiles).items()}
 
 
-def mean(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def mean(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The means of percentiles that were found several times."""
     return {
-        latency: {one: statistics.mean(each[latency][one] for each in found) for one in PERCENTILES}
+        latency: {name: statistics.mean(each[latency][name] for each in runs) for name in PERCENTILES}
         for latency in LATENCIES
     }
 
@@ -245,29 +245,29 @@ def mean(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def errors(real: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """The relative errors of the other's percentiles."""
     return {
-        f"{latency} {one}": round(other[latency][one] / real[latency][one] - 1, 4)
+        f"{latency} {name}": round(other[latency][name] / real[latency][name] - 1, 4)
         for latency in LATENCIES
-        for one in PERCENTILES
+        for name in PERCENTILES
     }
 
 
-def show(name: str, found: dict[str, Any]) -> None:
+def show(name: str, result: dict[str, Any]) -> None:
     """One line of Markdown."""
-    real, simulated = found["real"], mean(found["simulated"])
+    real, simulated = result["real"], mean(result["simulated"])
     cells = []
     for latency in LATENCIES:
-        for one in PERCENTILES:
-            milliseconds = " / ".join(f"{side[latency][one] * 1e3:.1f}" for side in (real, simulated))
-            cells.append(f"{milliseconds} ({errors(real, simulated)[f'{latency} {one}']:+.0%})")
+        for name in PERCENTILES:
+            milliseconds = " / ".join(f"{side[latency][name] * 1e3:.1f}" for side in (real, simulated))
+            cells.append(f"{milliseconds} ({errors(real, simulated)[f'{latency} {name}']:+.0%})")
     print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
-def summarize(what: str, found: Sequence[dict[str, float]]) -> None:
+def summarize(what: str, errors: Sequence[dict[str, float]]) -> None:
     """A line of Markdown: the median of these errors, the largest, and how many keep the goals."""
     cells = []
     for latency in LATENCIES:
-        for one, goal in GOALS.items():
-            off = sorted(abs(each[f"{latency} {one}"]) for each in found)
+        for name, goal in GOALS.items():
+            off = sorted(abs(each[f"{latency} {name}"]) for each in errors)
             within = sum(each <= goal for each in off)
             cells.append(f"{statistics.median(off):.0%}, {off[-1]:.0%}, {within} of {len(off)}")
     print(f"| {what} | " + " | ".join(cells) + " |")
@@ -291,8 +291,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     for axes, latency in zip(panels, LATENCIES, strict=True):
         seen: list[float] = []
         for percentile, marker in zip(PERCENTILES, "os^", strict=True):
-            real = [found["real"][latency][percentile] * 1e3 for found in results.values()]
-            simulated = [mean(found["simulated"])[latency][percentile] * 1e3 for found in results.values()]
+            real = [result["real"][latency][percentile] * 1e3 for result in results.values()]
+            simulated = [mean(result["simulated"])[latency][percentile] * 1e3 for result in results.values()]
             axes.scatter(real, simulated, marker=marker, label=percentile.upper(), s=28)
             seen += [*real, *simulated]
         low, high = 0.8 * min(seen), 1.25 * max(seen)
@@ -328,27 +328,29 @@ def main() -> None:
     for first in range(0, len(options.only), TOGETHER):
         names, before = options.only[first : first + TOGETHER], after
         for name in () if options.again else names:
-            known = results.get(name, {})
-            results[name] = {"before": known.get("real"), "real": run_real(CONFIGURATIONS[name], options)}
+            earlier_result = results.get(name, {})
+            results[name] = {"before": earlier_result.get("real"), "real": run_real(CONFIGURATIONS[name], options)}
         after = [calibrated()] if before else []
         for name in names:
-            found = results[name]
-            if here := times or before + after:
-                found["times"] = msgspec.to_builtins([brief(one) for one in here])
-            here = msgspec.convert(found["times"], list[MachineTimes])
-            found["simulated"] = [simulate(CONFIGURATIONS[name], one, options) for one in here]
-            show(name, found)
+            figures = results[name]
+            if fits := times or before + after:
+                figures["times"] = msgspec.to_builtins([brief(fit) for fit in fits])
+            fits = msgspec.convert(figures["times"], list[MachineTimes])
+            figures["simulated"] = [simulate(CONFIGURATIONS[name], fit, options) for fit in fits]
+            show(name, figures)
         saved = save(
             "simulated", {"model": MODEL, "seconds": options.seconds, "seed": options.seed}, results, in_lines=True
         )
     print("\n| median, largest, within the goal |" + head().partition("ms |")[2])
-    fleets = [one for one in results.values() if "simulated" in one]
-    summarize("error", [errors(one["real"], mean(one["simulated"])) for one in fleets])
-    if all(one["before"] for one in fleets):
-        summarize("measured before", [errors(one["real"], one["before"]) for one in fleets])
-    summarize("calibrated before and after", [errors(one["simulated"][-1], one["simulated"][0]) for one in fleets])
+    fleets = [result for result in results.values() if "simulated" in result]
+    summarize("error", [errors(result["real"], mean(result["simulated"])) for result in fleets])
+    if all(result["before"] for result in fleets):
+        summarize("measured before", [errors(result["real"], result["before"]) for result in fleets])
+    summarize(
+        "calibrated before and after", [errors(result["simulated"][-1], result["simulated"][0]) for result in fleets]
+    )
     picture = RESULTS / f"simulated.{processor()}.png"
-    plot({name: one for name, one in results.items() if "simulated" in one}, picture)
+    plot({name: result for name, result in results.items() if "simulated" in result}, picture)
     print(f"wrote {saved} and {picture}")
 
 

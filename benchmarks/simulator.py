@@ -77,13 +77,13 @@ def _run(spec: WorldSpec, arrivals: Sequence[Arrival], number: int) -> Iterator[
 
 
 def _figures(world: World, virtual_s: float, cpu_s: list[float], memory_mib: list[int]) -> dict[str, Any]:
-    ended = [one for one in world.results if one.ends]
-    complete = [one for one in ended if one.outcome == "complete"]
+    ended = [result for result in world.results if result.ends]
+    complete = [result for result in ended if result.outcome == "complete"]
     return {
         "requests": len(ended),
         "complete": len(complete),
-        "wrong": sum(not one.is_right for one in ended),
-        "tokens": sum(one.num_tokens for one in complete),
+        "wrong": sum(not result.is_right for result in ended),
+        "tokens": sum(result.num_tokens for result in complete),
         "cpu_s": round(sum(cpu_s), 1),
         "virtual_s": round(virtual_s, 1),
         "requests_per_s": round(len(ended) / sum(cpu_s), 1),
@@ -91,7 +91,7 @@ def _figures(world: World, virtual_s: float, cpu_s: list[float], memory_mib: lis
         "instance_seconds_per_s": round(virtual_s * len(world.instances) / sum(cpu_s)),
         "memory_mib": memory_mib,
         "cpu_s_of_each_tenth": cpu_s,
-        "ttft_s": _spread(np.array([one.first_s or 0.0 for one in complete])),
+        "ttft_s": _spread(np.array([result.first_s or 0.0 for result in complete])),
         "itl_s": _spread(np.array(world.gaps_s)),
         "errors": world.logged[:3],
     }
@@ -107,11 +107,11 @@ def _requests(arrivals: Sequence[Arrival], number: int, first_s: float, vocab_si
     length_s = arrivals[-1].at_s + 1.0
     made = 0
     for turn in count():
-        for one in arrivals:
+        for arrival in arrivals:
             if made == number:
                 return
-            at_s = first_s + turn * length_s + one.at_s
-            yield RequestSpec(at_s, TracePrompt(one, made, SEED, vocab_size), one.answer_tokens, made)
+            at_s = first_s + turn * length_s + arrival.at_s
+            yield RequestSpec(at_s, TracePrompt(arrival, made, SEED, vocab_size), arrival.answer_tokens, made)
             made += 1
 
 

@@ -68,11 +68,11 @@ def main() -> None:
     options = parser.parse_args()
     modules = loaded()
     transport = next(file.parent for name, file in modules.items() if name == "kvferry.transport")
-    found = {"P2P over shared memory": measure(modules.values()), "transport": measure(transport.rglob("*.py"))}
+    sizes = {"P2P over shared memory": measure(modules.values()), "transport": measure(transport.rglob("*.py"))}
     if options.each:
         for name, file in modules.items():
             print(f"{measure([file])['lines']:6} {name}")
-    for what, figures in found.items():
+    for what, figures in sizes.items():
         print(f"{what:24s}" + "".join(f"{number:8} {name}" for name, number in figures.items()))
 
 

@@ -31,7 +31,7 @@ def bodies(max_model_len: int) -> dict[str, tuple[str, bytes]]:
     """Path and body of each request, by what it is."""
     user = {"role": "user", "content": "a"}
     call = {"function": {"name": "f", "arguments": json.dumps(dict.fromkeys(map(str, range(20_000)), 1))}}
-    wanted: dict[str, tuple[str, Any]] = {
+    requests: dict[str, tuple[str, Any]] = {
         "a million prompt tokens": (COMPLETIONS, {"prompt": [1] * (MILLION - 1)}),
         "a whole context of tokens": (COMPLETIONS, {"prompt": [7] * (max_model_len - 1)}),
         "128 prompts of 4,000 characters, echoed": (COMPLETIONS, {"prompt": [TEXT * 660] * 128, "echo": True}),
@@ -47,12 +47,12 @@ def bodies(max_model_len: int) -> dict[str, tuple[str, bytes]]:
         "1 MB of text as tokens": ("/tokenize", {"prompt": TEXT * 170_000, "return_token_strs": True}),
     }
     short = {COMPLETIONS: {"max_tokens": 1}, CHAT: {"max_tokens": 1}}
-    return {name: (path, json.dumps(body | short.get(path, {})).encode()) for name, (path, body) in wanted.items()}
+    return {name: (path, json.dumps(body | short.get(path, {})).encode()) for name, (path, body) in requests.items()}
 
 
 async def measure(url: str, cases: dict[str, tuple[str, bytes]], repeats: int) -> dict[str, dict[str, Any]]:
     """The slowest answer to `/version` during each case, the best of `repeats`, in ms, and the case's own answer."""
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(600)) as client:
 
         async def nothing() -> int:
@@ -71,22 +71,22 @@ async def measure(url: str, cases: dict[str, tuple[str, bytes]], repeats: int) -
         for name, ask in asking.items():
             runs = [await _slowest(client, ask) for _ in range(repeats)]
             best = min(runs, key=lambda run: run["held_ms"])
-            found[name] = best
+            results[name] = best
             print(f"{name:42} {best['status']:4} {best['took_ms']:9.0f} ms, held up {best['held_ms']:7.1f} ms")
-    return found
+    return results
 
 
 async def _slowest(client: aiohttp.ClientSession, ask: Callable[[], Awaitable[int]]) -> dict[str, Any]:
     begun = time.perf_counter()
-    asked = asyncio.ensure_future(ask())
+    reply = asyncio.ensure_future(ask())
     held = 0.0
-    while not asked.done():
+    while not reply.done():
         start = time.perf_counter()
         async with client.get("/version") as answer:
             await answer.read()
         held = max(held, time.perf_counter() - start)
         await asyncio.sleep(0.001)
-    return {"status": asked.result(), "took_ms": (time.perf_counter() - begun) * 1e3, "held_ms": held * 1e3}
+    return {"status": reply.result(), "took_ms": (time.perf_counter() - begun) * 1e3, "held_ms": held * 1e3}
 
 
 def main() -> None:

@@ -87,9 +87,9 @@ class Server:
 
         async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with suppress(OSError):
-                there = await asyncio.open_connection("127.0.0.1", self.ports[0])
-                await asyncio.gather(move(reader, there[1], 0), move(there[0], writer, 1))
-                there[1].close()
+                upstream = await asyncio.open_connection("127.0.0.1", self.ports[0])
+                await asyncio.gather(move(reader, upstream[1], 0), move(upstream[0], writer, 1))
+                upstream[1].close()
             writer.close()
 
         async def move(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, late: int) -> None:
@@ -106,9 +106,9 @@ class Server:
 
 def free_port() -> int:
     """One that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
         return port
 
 
@@ -200,7 +200,7 @@ class Fleet:
             for name, url in (("split", self.split), ("computed", self.computed)):
                 answer = await self.ask(session, url)
                 seen.setdefault(f"{name}_ttft_ms", []).append(answer.ttft * 1e3)
-                seen.setdefault(f"{name}_second_ms", []).append((answer.token_times[1] - answer.asked) * 1e3)
+                seen.setdefault(f"{name}_second_ms", []).append((answer.token_times[1] - answer.sent_at) * 1e3)
         return {name: statistics.median(values) for name, values in seen.items()}
 
     async def num_hits(self, session: aiohttp.ClientSession) -> float:
@@ -228,20 +228,24 @@ async def measure(fleet: Fleet, state: State | None, repeat: int) -> dict[str, f
         await asyncio.to_thread(state.begin)
         try:
             first = await fleet.ask(session, fleet.split)
-            found = await fleet.takes_turns(session, repeat)
+            figures = await fleet.takes_turns(session, repeat)
         finally:
             await asyncio.to_thread(state.end)
-        found["first_ttft_ms"], found["first_second_ms"] = first.ttft * 1e3, (first.token_times[1] - first.asked) * 1e3
-        found["back_s"] = await fleet.back_s(session)
-        return found
+        figures["first_ttft_ms"], figures["first_second_ms"] = (
+            first.ttft * 1e3,
+            (first.token_times[1] - first.sent_at) * 1e3,
+        )
+        figures["back_s"] = await fleet.back_s(session)
+        return figures
 
 
-def show(label: str, found: dict[str, float]) -> None:
+def show(label: str, figures: dict[str, float]) -> None:
     """One row."""
-    first = f"{found['first_second_ms']:8.0f}  back {found['back_s']:4.1f} s" if "back_s" in found else ""
+    first = f"{figures['first_second_ms']:8.0f}  back {figures['back_s']:4.1f} s" if "back_s" in figures else ""
     print(
-        f"{label:32s} TTFT {found['split_ttft_ms']:6.0f} ms, computed {found['computed_ttft_ms']:6.0f};"
-        f"  second token {found['split_second_ms']:6.0f}, computed {found['computed_second_ms']:6.0f};  first {first}",
+        f"{label:32s} TTFT {figures['split_ttft_ms']:6.0f} ms, computed {figures['computed_ttft_ms']:6.0f};"
+        f"  second token {figures['split_second_ms']:6.0f}, computed {figures['computed_second_ms']:6.0f};"
+        f"  first {first}",
         flush=True,
     )
 
@@ -259,7 +263,7 @@ async def run(model: str, options: argparse.Namespace, server: Server, disk: Pat
                 fleet = await asyncio.to_thread(Fleet, stack, model, store, cores, options)
                 wells: dict[str, Awaitable[Any]] = {f"{name}, well": measure(fleet, None, options.repeat)}
                 downs = states(server, disk or Path())[name].items()
-                rows = wells | {f"{name}, {what}": measure(fleet, one, options.repeat) for what, one in downs}
+                rows = wells | {f"{name}, {what}": measure(fleet, figures, options.repeat) for what, figures in downs}
                 for label, row in rows.items():
                     results[label] = await row
                     show(label, results[label])

@@ -163,8 +163,8 @@ def print_table(results: list[dict[str, Any]], options: argparse.Namespace) -> N
     heading = "".join(f"{f'{total}M/{block}K':>16s}" for total, block in columns)
     print(f"{'GB/s (CPU s per GB)':24s}{heading}")
     for medium in options.media:
-        found = [cells.get((*column, medium)) for column in columns]
-        texts = [f"{row['gb_per_s']:.2f} ({row['cpu_s_per_gb']:.2f})" if row else "-" for row in found]
+        row_cells = [cells.get((*column, medium)) for column in columns]
+        texts = [f"{row['gb_per_s']:.2f} ({row['cpu_s_per_gb']:.2f})" if row else "-" for row in row_cells]
         print(f"{medium:24s}" + "".join(f"{text:>16s}" for text in texts))
     print("\nratio")
     for ours, theirs in PAIRS:

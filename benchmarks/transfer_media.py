@@ -348,8 +348,8 @@ class OursCompared(Ours):
 
     async def _digest(self, connection: Connection) -> None:
         while True:
-            asked: PromptTraits = await connection.receive(PromptTraits)
-            await connection.send(Digest(await digest(self._context.memory, asked.spans)))
+            request: PromptTraits = await connection.receive(PromptTraits)
+            await connection.send(Digest(await digest(self._context.memory, request.spans)))
 
     def open(self, memory: Memory, where: dict[str, Any]) -> None:
         super().open(memory, where)

@@ -89,9 +89,9 @@ def scattered(total: int, region: int, size: int) -> tuple[Spans, Spans]:
 def require_right(memory: Memory, remote: Spans, local: Spans) -> None:
     """Each block has the words of its source."""
     for (source, length), (target, _) in zip(remote, local, strict=True):
-        found = memory.get(target // 8, (target + length) // 8)
+        content = memory.get(target // 8, (target + length) // 8)
         expected = np.arange(source // 8, (source + length) // 8)
-        assert (found == expected).all(), f"the block at {target} is not that at {source}"
+        assert (content == expected).all(), f"the block at {target} is not that at {source}"
 
 
 def cpu_seconds(server: psutil.Process) -> float:

@@ -75,7 +75,7 @@ async def alternate(urls: dict[str, str], lengths: list[int], repeat: int, seed:
                     answers[name] = await ask(session, urls[name], prompt)
                 for name in forms if run else ():
                     note(seen[name][length], {"plain": answers["plain"], "pair": answers[name]})
-    return {name: {str(length): summary(one) for length, one in seen[name].items()} for name in forms}
+    return {name: {str(length): summary(seconds) for length, seconds in seen[name].items()} for name in forms}
 
 
 def note(seen: Samples, answers: dict[str, Streamed]) -> None:
@@ -83,7 +83,7 @@ def note(seen: Samples, answers: dict[str, Streamed]) -> None:
     for name, answer in answers.items():
         seen[f"{name}_ttft"].append(answer.ttft)
         seen[f"{name}_prefill"].append(answer.timeline["prefill_done"] - answer.timeline["prefill_started"])
-        seen[f"{name}_second"].append(answer.token_times[1] - answer.asked)
+        seen[f"{name}_second"].append(answer.token_times[1] - answer.sent_at)
     stamps = answers["pair"].timeline
     seen["transfer"].append(stamps["transfer_done"] - stamps["transfer_started"])
     seen["exposed"].append(max(0.0, stamps["transfer_done"] - stamps["prefill_done"]))
@@ -96,22 +96,22 @@ def summary(seen: Samples) -> Figures:
         paired = zip(seen[f"pair_{name}"], seen[f"plain_{name}"], strict=True)
         return statistics.median(pair - plain for pair, plain in paired) * 1e3
 
-    found = {f"{name}_ms": statistics.median(values) * 1e3 for name, values in seen.items()}
-    found["added_ms"], found["added_prefill_ms"] = added("ttft"), added("prefill")
-    found["added_percent"] = 100 * found["added_ms"] / found["plain_ttft_ms"]
-    found["runs"] = len(seen["exposed"])
-    return found
+    figures = {f"{name}_ms": statistics.median(values) * 1e3 for name, values in seen.items()}
+    figures["added_ms"], figures["added_prefill_ms"] = added("ttft"), added("prefill")
+    figures["added_percent"] = 100 * figures["added_ms"] / figures["plain_ttft_ms"]
+    figures["runs"] = len(seen["exposed"])
+    return figures
 
 
 def show(label: str, figures: dict[str, Figures]) -> None:
     """One line a prompt length."""
-    for length, one in figures.items():
+    for length, row in figures.items():
         print(
-            f"{label:18s} {length:>5s} tokens  TTFT {one['pair_ttft_ms']:8.1f} ms, plain {one['plain_ttft_ms']:8.1f},"
-            f" added {one['added_ms']:6.1f} ms ({one['added_percent']:5.2f} %; to the prefill"
-            f" {one['added_prefill_ms']:6.1f} ms)  second token"
-            f" {one['pair_second_ms']:8.1f}, plain {one['plain_second_ms']:8.1f}  transfer {one['transfer_ms']:7.1f},"
-            f" exposed {one['exposed_ms']:6.1f}",
+            f"{label:18s} {length:>5s} tokens  TTFT {row['pair_ttft_ms']:8.1f} ms, plain {row['plain_ttft_ms']:8.1f},"
+            f" added {row['added_ms']:6.1f} ms ({row['added_percent']:5.2f} %; to the prefill"
+            f" {row['added_prefill_ms']:6.1f} ms)  second token"
+            f" {row['pair_second_ms']:8.1f}, plain {row['plain_second_ms']:8.1f}  transfer {row['transfer_ms']:7.1f},"
+            f" exposed {row['exposed_ms']:6.1f}",
             flush=True,
         )
 
@@ -148,8 +148,8 @@ def main() -> None:
         model = make_bench_model(Path(folder), max_position_embeddings=max(longest, 4096))
         for medium in options.media:
             with ends(model, medium, cores, options) as urls:
-                found = asyncio.run(alternate(urls, options.prompts, options.repeat, medium))
-            for form, figures in found.items():
+                measured = asyncio.run(alternate(urls, options.prompts, options.repeat, medium))
+            for form, figures in measured.items():
                 results[f"{medium}, {form}"] = figures
                 show(f"{medium}, {form}", figures)
     settings = {"model": SHAPE, **vars(options)}
@@ -170,9 +170,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
     for label, figures in results.items():
         lengths = [int(length) for length in figures]
         color = axes.plot(
-            lengths, [one["exposed_ms"] / NUM_LAYERS for one in figures.values()], marker="o", label=f"{label}: exposed"
+            lengths, [row["exposed_ms"] / NUM_LAYERS for row in figures.values()], marker="o", label=f"{label}: exposed"
         )[0].get_color()
-        totals = [one["transfer_ms"] / NUM_LAYERS for one in figures.values()]
+        totals = [row["transfer_ms"] / NUM_LAYERS for row in figures.values()]
         axes.plot(lengths, totals, linestyle=":", color=color)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

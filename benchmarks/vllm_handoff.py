@@ -141,8 +141,8 @@ def _cache_bytes(options: argparse.Namespace) -> int:
 def cpu_seconds(pid: int) -> float:
     """CPU time so far of a process and all below it."""
     total = 0.0
-    for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        times = one.cpu_times()
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        times = process.cpu_times()
         total += times.user + times.system
     return total
 
@@ -162,17 +162,17 @@ class Client:
     async def turn(self, length: int) -> dict[str, float]:
         """Seconds of each measurement."""
         prompt = self.prompt(length)
-        found = await self.hand_off(prompt)
+        figures = await self.hand_off(prompt)
         if self._only_hand_off:
-            return found
-        return {**found, "cached": await self.cached(prompt), "ttft": await self.first_token(self.prompt(length))}
+            return figures
+        return {**figures, "cached": await self.cached(prompt), "ttft": await self.first_token(self.prompt(length))}
 
     async def hand_off(self, prompt: Sequence[int]) -> dict[str, float]:
         """From P's answer to D's first token; CPU time of both servers until P's answer, and from there to D's end."""
         empty = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
         name = f"{self._source.getrandbits(128):032x}"
-        asked = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name, **empty}
-        body = _body(prompt, max_tokens=1, kv_transfer_params=asked)
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name, **empty}
+        body = _body(prompt, max_tokens=1, kv_transfer_params=params)
         begun = self._cpu_seconds()
         async with self._session.post(self._pair.prefill.url + "/v1/completions", json=body) as response:
             response.raise_for_status()
@@ -214,7 +214,7 @@ async def measure(
     pairs: Mapping[str, Pair], options: argparse.Namespace
 ) -> dict[str, dict[int, list[dict[str, float]]]]:
     """By side and prompt length: seconds of each turn. All have the same prompts."""
-    found: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in pairs}
+    results: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in pairs}
     connector = aiohttp.TCPConnector(keepalive_timeout=1)  # vLLM closes a connection after five seconds without a word
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as session:
         clients = {
@@ -227,8 +227,8 @@ async def measure(
                 for name, client in order if turn % 2 else reversed(order):  # whoever was before has yet to calm down
                     took = await client.turn(length)
                     if turn:  # the first warms up
-                        found[name].setdefault(length, []).append(took)
-    return found
+                        results[name].setdefault(length, []).append(took)
+    return results
 
 
 def measured(group: Mapping[str, Side], model: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -301,8 +301,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_bench_model(Path(folder))
         for group in groups(Path(folder), options):
-            for name, found in measured(group, model, options).items():
-                results[name] = {**results.get(name, {}), **found}
+            for name, figures in measured(group, model, options).items():
+                results[name] = {**results.get(name, {}), **figures}
             save("vllm_handoff", settings, {"sides": results, "lines_of_code": lines})
             print(f"  {', '.join(group)}: done", flush=True)
     show(results, options.lengths)
@@ -315,10 +315,10 @@ def main() -> None:
 
 def groups(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Side]]:
     """The sides that are up at once: those that are calm; of the others each by itself."""
-    wanted = {name: side for name, side in sides(folder).items() if not options.sides or name in options.sides}
-    if calm := {name: side for name, side in wanted.items() if side.calm}:
+    chosen = {name: side for name, side in sides(folder).items() if not options.sides or name in options.sides}
+    if calm := {name: side for name, side in chosen.items() if side.calm}:
         yield calm
-    yield from ({name: side} for name, side in wanted.items() if not side.calm)
+    yield from ({name: side} for name, side in chosen.items() if not side.calm)
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ class Side:
     @property
     def python_path(self) -> str:
         """For its processes."""
-        given = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-        return os.pathsep.join([str(CALM)] * self.calm + given)
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        return os.pathsep.join([str(CALM)] * self.calm + paths)
 
 
 def parse() -> argparse.Namespace:
@@ -123,11 +123,11 @@ def sides(folder: Path, valkey: str | None) -> dict[str, Side]:
     }
 
 
-def chosen(found: Mapping[str, Side], wanted: Sequence[str] | None) -> dict[str, Side]:
+def chosen(sides: Mapping[str, Side], names: Sequence[str] | None) -> dict[str, Side]:
     """Those that are named, and the one without a connector first. Raises `SystemExit` for a name that is none."""
-    if unknown := set(wanted or ()) - found.keys():
-        raise SystemExit(f"no such sides: {', '.join(sorted(unknown))}; there are: {', '.join(found)}")
-    return {name: side for name, side in found.items() if not wanted or name in {PLAIN, *wanted}}
+    if unknown := set(names or ()) - sides.keys():
+        raise SystemExit(f"no such sides: {', '.join(sorted(unknown))}; there are: {', '.join(sides)}")
+    return {name: side for name, side in sides.items() if not names or name in {PLAIN, *names}}
 
 
 def started(side: Side, core: int, model: str, options: argparse.Namespace, stack: ExitStack) -> Running:
@@ -143,10 +143,10 @@ def started(side: Side, core: int, model: str, options: argparse.Namespace, stac
 # Measuring.
 
 
-def ask(one: Running, num_tokens: int, **more: Any) -> dict[str, Any]:
+def ask(server: Running, num_tokens: int, **more: Any) -> dict[str, Any]:
     """A completion of this many tokens. Raises `httpx.HTTPStatusError`."""
     body = {"model": "bench", "prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, **more}
-    response = httpx.post(one.url + "/v1/completions", json=body, timeout=300)
+    response = httpx.post(server.url + "/v1/completions", json=body, timeout=300)
     response.raise_for_status()
     answer: dict[str, Any] = response.json()
     return answer
@@ -155,33 +155,33 @@ def ask(one: Running, num_tokens: int, **more: Any) -> dict[str, Any]:
 def cores_used(servers: Mapping[str, Running], seconds: float) -> dict[str, float]:
     """By each of them, over the same time, in which nobody asks."""
     time.sleep(SETTLE_S)
-    before, begun = {name: cpu_seconds(one.pid) for name, one in servers.items()}, time.monotonic()
+    before, begun = {name: cpu_seconds(server.pid) for name, server in servers.items()}, time.monotonic()
     time.sleep(seconds)
     took = time.monotonic() - begun
-    return {name: (cpu_seconds(one.pid) - before[name]) / took for name, one in servers.items()}
+    return {name: (cpu_seconds(server.pid) - before[name]) / took for name, server in servers.items()}
 
 
-def keep(one: Running) -> None:
+def keep(server: Running) -> None:
     """Have it keep a prompt's KV for another. Raises `RuntimeError` where it does not."""
     remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-    asked = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "idle", **remote}
-    if not ask(one, 1, kv_transfer_params=asked).get("kv_transfer_params"):
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "idle", **remote}
+    if not ask(server, 1, kv_transfer_params=params).get("kv_transfer_params"):
         raise RuntimeError("there is no ticket, so nothing is kept")
 
 
-def token_ms(wanted: Mapping[str, Side], model: str, options: argparse.Namespace) -> dict[str, float]:
+def token_ms(sides: Mapping[str, Side], model: str, options: argparse.Namespace) -> dict[str, float]:
     """CPU milliseconds for each token of an answer, medians; the processes are asked in turns."""
-    runs: dict[str, list[float]] = {name: [] for name in wanted}
+    runs: dict[str, list[float]] = {name: [] for name in sides}
     with ExitStack() as stack:
-        children = {name: stack.enter_context(_child(side, model, options)) for name, side in wanted.items()}
-        for one in children.values():
-            _line_of(one, "ready")
+        children = {name: stack.enter_context(_child(side, model, options)) for name, side in sides.items()}
+        for child in children.values():
+            _line_of(child, "ready")
         for _ in range(options.repeat):
-            for name, one in children.items():
-                assert one.stdin is not None
-                one.stdin.write("next\n")
-                one.stdin.flush()
-                runs[name].append(float(_line_of(one)))
+            for name, child in children.items():
+                assert child.stdin is not None
+                child.stdin.write("next\n")
+                child.stdin.flush()
+                runs[name].append(float(_line_of(child)))
     return {name: statistics.median(values) for name, values in runs.items()}
 
 
@@ -189,10 +189,10 @@ def token_ms(wanted: Mapping[str, Side], model: str, options: argparse.Namespace
 def _child(side: Side, model: str, options: argparse.Namespace) -> Iterator[subprocess.Popen[str]]:
     transfer = None if side.transfer is None else read_transfer(json.dumps(side.transfer))
     own = None if transfer is None else for_member(transfer, "both", "alone", 0)
-    asked = {"model": model, "transfer": own, "tokens": options.tokens, "prompt": PROMPT}
+    settings = {"model": model, "transfer": own, "tokens": options.tokens, "prompt": PROMPT}
     more = {CALM_VLLM: "0", "PYTHONPATH": side.python_path, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     with subprocess.Popen(
-        [str(options.vllm), str(CHILD), json.dumps(asked)],
+        [str(options.vllm), str(CHILD), json.dumps(settings)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -205,38 +205,38 @@ def _child(side: Side, model: str, options: argparse.Namespace) -> Iterator[subp
             process.kill()
 
 
-def _line_of(process: subprocess.Popen[str], wanted: str = "") -> str:
+def _line_of(process: subprocess.Popen[str], prefix: str = "") -> str:
     """The next, or the next that is `wanted`. Raises `RuntimeError` when there is none."""
     assert process.stdout is not None
     for line in process.stdout:
-        if not wanted or line.strip() == wanted:
+        if not prefix or line.strip() == prefix:
             return line
     raise RuntimeError(f"vLLM ended with {process.wait()}: {process.args!r}")
 
 
-def measure(wanted: Mapping[str, Side], model: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(sides: Mapping[str, Side], model: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """By side and figure, with what the server without a connector had in the same run."""
-    with ExitStack() as stack, ThreadPoolExecutor(len(wanted)) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(len(sides)) as pool:
         cores = cycle(sorted(os.sched_getaffinity(0)))
         starting = {
             name: pool.submit(started, side, core, model, options, stack)
-            for (name, side), core in zip(wanted.items(), cores, strict=False)
+            for (name, side), core in zip(sides.items(), cores, strict=False)
         }
         servers = {name: future.result() for name, future in starting.items()}
-        for one in servers.values():
-            ask(one, 8)
+        for server in servers.values():
+            ask(server, 8)
         figures = {"idle_cores": cores_used(servers, options.idle_s)}
-        hand_off = {name: one for name, one in servers.items() if wanted[name].hands_off}
-        for one in hand_off.values():
-            keep(one)
+        hand_off = {name: server for name, server in servers.items() if sides[name].hands_off}
+        for server in hand_off.values():
+            keep(server)
         figures["kept_cores"] = cores_used(hand_off, options.idle_s) if hand_off else {}
-    figures["token_ms"] = token_ms({name: side for name, side in wanted.items() if side.calm}, model, options)
+    figures["token_ms"] = token_ms({name: side for name, side in sides.items() if side.calm}, model, options)
     return {
         name: {
-            **{what: found[name] for what, found in figures.items() if name in found},
-            **{f"plain_{what}": found[PLAIN] for what, found in figures.items() if PLAIN in found},
+            **{what: value[name] for what, value in figures.items() if name in value},
+            **{f"plain_{what}": value[PLAIN] for what, value in figures.items() if PLAIN in value},
         }
-        for name in wanted
+        for name in sides
     }
 
 
@@ -244,9 +244,9 @@ def show(results: Mapping[str, Mapping[str, float]]) -> None:
     """As a table."""
     titles = ("idle, cores", "of plain", "kept, cores", "token, ms", "of plain")
     print(f"{'':36s}" + "".join(f"{title:>13s}" for title in titles))
-    for name, one in results.items():
+    for name, figures in results.items():
         names = ("idle_cores", "plain_idle_cores", "kept_cores", "token_ms", "plain_token_ms")
-        cells = [one.get(what) for what in names]
+        cells = [figures.get(what) for what in names]
         print(f"{name:36s}" + "".join(f"{'':>13s}" if cell is None else f"{cell:13.4f}" for cell in cells))
 
 
@@ -264,10 +264,10 @@ def main() -> None:
             flags = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder))
             stack.enter_context(server(binary, "--port", str(port), *flags, port=port, log=folder / "valkey.log"))
             valkey = f"valkey://127.0.0.1:{port}"
-        found = measure(chosen(sides(folder, valkey), options.sides), make_bench_model(folder, **SHAPE), options)
-    show(found)
+        measured = measure(chosen(sides(folder, valkey), options.sides), make_bench_model(folder, **SHAPE), options)
+    show(measured)
     settings = {"model": SHAPE, "idle_s": options.idle_s, "tokens": options.tokens, "repeat": options.repeat}
-    print(f"\nwrote {save('vllm_idle', settings, {**before, **found})}")
+    print(f"\nwrote {save('vllm_idle', settings, {**before, **measured})}")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from typing import Any
 
 def main() -> None:
     """Answer until there are no more lines."""
-    asked: dict[str, Any] = json.loads(sys.argv[1])
+    settings: dict[str, Any] = json.loads(sys.argv[1])
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
-    transfer = asked["transfer"]
+    transfer = settings["transfer"]
     llm = LLM(
-        model=asked["model"],
+        model=settings["model"],
         dtype="float32",
         enforce_eager=True,
         block_size=32,
@@ -28,14 +28,14 @@ def main() -> None:
         max_model_len=2048,
         kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer),
     )
-    sampling = SamplingParams(max_tokens=asked["tokens"], temperature=0.0, ignore_eos=True)
-    prompt = {"prompt_token_ids": asked["prompt"]}
+    sampling = SamplingParams(max_tokens=settings["tokens"], temperature=0.0, ignore_eos=True)
+    prompt = {"prompt_token_ids": settings["prompt"]}
     llm.generate(prompt, sampling, use_tqdm=False)
     print("ready", flush=True)
     for _ in sys.stdin:
         before = time.process_time()
         llm.generate(prompt, sampling, use_tqdm=False)
-        print(json.dumps((time.process_time() - before) / asked["tokens"] * 1e3), flush=True)
+        print(json.dumps((time.process_time() - before) / settings["tokens"] * 1e3), flush=True)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in report.summary_lines(outcomes):
         print(f"  {line}")
     if not fake and len(outcomes) == len(steps):
-        kept = report.RESULTS / f"{cards[0].slug}.json"
-        print(f"to keep the results of this card: cp {folder / 'report.json'} {kept.relative_to(ROOT)}")
+        saved = report.RESULTS / f"{cards[0].slug}.json"
+        print(f"to keep the results of this card: cp {folder / 'report.json'} {saved.relative_to(ROOT)}")
     return 0 if len(outcomes) == len(steps) and all(outcome.is_good for outcome in outcomes) else 1
 
 

@@ -258,14 +258,14 @@ def _check_copies(context: Context) -> None:
     target = torch.zeros_like(source)
     order = np.random.default_rng(1).permutation(num_pieces) * length
     rows = [
-        (source.data_ptr() + index * length, target.data_ptr() + int(place), length)
-        for index, place in enumerate(order)
+        (source.data_ptr() + index * length, target.data_ptr() + int(block), length)
+        for index, block in enumerate(order)
     ]
     table = torch.tensor(rows, dtype=torch.int64, device=context.device)
     copy_with_triton(table, num_programs=64)
     expected = torch.zeros_like(source)
-    for index, place in enumerate(order.tolist()):
-        expected[place : place + length] = source[index * length : (index + 1) * length]
+    for index, block in enumerate(order.tolist()):
+        expected[block : block + length] = source[index * length : (index + 1) * length]
     context.record.check("Triton's kernel copies pieces", bool(torch.equal(target, expected)))
 
 

@@ -190,8 +190,8 @@ def _sharing(context: Context, stack: ExitStack) -> Mapping[str, str]:
 def _enter(stack: ExitStack, context: Context, side: AbstractContextManager[str]) -> str:
     """Start a side, and send it some traffic, with which it does what is done once only."""
     url = stack.enter_context(side)
-    *_, most = mixes(context.small).values()
-    asyncio.run(run_mix(url, NAME, replace(most, duration_s=most.duration_s / 5, seed=1)))
+    *_, heaviest = mixes(context.small).values()
+    asyncio.run(run_mix(url, NAME, replace(heaviest, duration_s=heaviest.duration_s / 5, seed=1)))
     return url
 
 
