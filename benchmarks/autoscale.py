@@ -1,4 +1,4 @@
-"""How many instance-seconds does each rule of scaling take, and what share of the requests does it keep within targets?
+"""Instance-seconds that each scaling rule takes, and the share of requests that it keeps within targets.
 
     python benchmarks/autoscale.py --trace azure_2023_code.csv --from-s 0 --for-s 600 --speed 2
     python benchmarks/autoscale.py --trace azure_2023_code.csv --for-s 3600 --model

@@ -1,5 +1,5 @@
-"""What does the router's choice cost a request, by policy and by how many instances there are? Everything that it
-decides and notes about one request, in this process and without any I/O: the prompt's prefixes, the choice of both
+"""The cost of the router's choice for a request, by policy and number of instances. All its work on one request, in
+this process and without any I/O: the prompt's prefixes, the choice of both
 instances, the account of its legs, its record and its metrics.
 
     python benchmarks/choosing.py                                 1, 8, 32 and 128 instances of each role
@@ -42,7 +42,7 @@ def services_of(num_pairs: int, policy: str) -> Services:
 
 
 def serve(services: Services, body: RequestBody, usage: PrefillUsage) -> None:
-    """What the router decides and notes about one request that goes well."""
+    """The router's decisions and records of one request that succeeds."""
     chooser, now = services.chooser, services.clock.wall()
     traits = chooser.read(PATH, body, {})
     decision = chooser.record(PATH, traits, b"a request", now)

@@ -1,4 +1,4 @@
-"""How many lines of code are there? Without blank lines, comments and docstrings."""
+"""Number of lines of code, without blank lines, comments and docstrings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an open page costs a router: CPU of the router without a page, with one, and with ten, at 100 instances.
+"""The cost of an open page for a router: CPU of the router without a page, with one, and with ten, at 100 instances.
 
     python benchmarks/dashboard.py              100 instances, 30 s each
 

@@ -1,4 +1,4 @@
-"""How many tokens a second on one core? kvferry's engine beside transformers and vLLM, in one run.
+"""Tokens a second on one core: kvferry's engine beside transformers and vLLM, in one run.
 
 Three models with random weights: an 88M-parameter Llama, a mixture of experts (Qwen3-MoE), and Qwen2 with half a
 billion parameters and a vocabulary of 152 thousand. Prefill: one prompt until its first token. Decode: a batch of

@@ -32,7 +32,7 @@ VOCABULARY = 4000
 
 @dataclass(frozen=True)
 class Setup:
-    """What a side loads. `capacity`: tokens for which there is KV memory; `graphs`: vLLM's CUDA graphs."""
+    """A side's model and limits. `capacity`: tokens for which there is KV memory; `graphs`: vLLM's CUDA graphs."""
 
     model: str
     dtype: str

@@ -1,4 +1,4 @@
-"""How much of the prompts does each eviction policy find again, and what does it cost?
+"""The share of prompts that each eviction policy finds again, and its cost.
 
     python benchmarks/eviction.py --trace mooncake_synthetic.jsonl
 

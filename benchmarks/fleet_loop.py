@@ -1,4 +1,4 @@
-"""What does a round of the fleet's loop cost? CPU time for 1,000 instances, with nothing to do and in the worst cases.
+"""The cost of a round of the fleet's loop: CPU time for 1,000 instances, with nothing to do and in the worst cases.
 
 python benchmarks/fleet_loop.py
 """

@@ -1,5 +1,5 @@
-"""How many requests a second does a fleet that adapts serve within its targets, beside the best fixed division into P
-and D of as many instances?
+"""Requests a second that an adaptive fleet serves within its targets, beside the best fixed division into P and D of as
+many instances.
 
     python benchmarks/goodput.py                           both kinds of traffic, on the model of a fleet
     python benchmarks/goodput.py --simulator --traffic changing    some cells, in the simulator
@@ -208,7 +208,7 @@ def compare_simulated(kind: str, saved: Sequence[dict[str, Any]], seeds: Sequenc
 
 
 def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """What the fleet that adapts serves more, in percent, a panel for each kind of traffic."""
+    """The gain of the adaptive fleet, in percent, a panel for each kind of traffic."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.6 * len(results), 4.6), layout="constrained")

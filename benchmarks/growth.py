@@ -1,4 +1,4 @@
-"""How costs grow with the number of things that are there: waiting requests, deadlines, instances.
+"""Growth of costs with the numbers of waiting requests, deadlines and instances.
 
     python benchmarks/growth.py
 

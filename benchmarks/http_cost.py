@@ -1,4 +1,4 @@
-"""What HTTP costs the engine's server: processor time for each streamed token, with an engine that computes nothing.
+"""The cost of HTTP in an engine server: processor time for each streamed token, with an engine that computes nothing.
 
     python benchmarks/http_cost.py [--streams 32] [--tokens 500] [--profile]
 

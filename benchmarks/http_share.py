@@ -1,4 +1,4 @@
-"""Which share of an engine's throughput does its HTTP server cost? kvferry beside vLLM (`--vllm`), a tiny model.
+"""The share of an engine's throughput that its HTTP server costs: kvferry beside vLLM (`--vllm`), a tiny model.
 
 Many prompts at once, a fixed number of tokens each: once given to the engine in a process of its own, which returns
 token ids (in-process), and once streamed by its server, one event a token. Either has one core; the client, which only

@@ -101,7 +101,7 @@ async def shown(bars: Progress, task: TaskID, running: Coroutine[Any, Any, MixRe
 
 
 def sides(model: str, common: list[str], chunks: list[int]) -> dict[str, AbstractContextManager[str]]:
-    """What is compared, by name; nothing is started yet."""
+    """The compared servers, by name; none is started yet."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     servers: dict[str, AbstractContextManager[str]] = {
         SPLIT: disaggregated(model, *common, "--max-num-batched-tokens", "2048")

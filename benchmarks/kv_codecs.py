@@ -1,4 +1,4 @@
-"""How much smaller does each codec make KV, how fast, and what does it change in the answers?
+"""Compression ratio and speed of each codec of KV, and its effect on answers.
 
     python benchmarks/kv_codecs.py
 

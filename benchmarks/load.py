@@ -115,7 +115,7 @@ class Mix:
 
 @dataclass
 class MixResult:
-    """What the streams and the long prompts saw."""
+    """The latencies of the streams and of the long prompts."""
 
     streams: list[Streamed] = field(default_factory=list)
     longs: list[Streamed] = field(default_factory=list)

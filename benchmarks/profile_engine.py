@@ -93,7 +93,7 @@ def run_cell(generate: Any, clock: Clock, cell: Cell, element: int) -> dict[str,
 
 
 def limits(dtype: str) -> dict[str, float]:
-    """What this core can do: bytes read from memory by one thread, and torch's best matrix product."""
+    """The limits of this core: bytes read from memory by one thread, and torch's best matrix product."""
     import torch
 
     data = torch.ones(2**27, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What every benchmark here says beside its figures: the machine, the settings; and where results go.
+"""The machine and the settings that every benchmark here reports, and the folder of results.
 
 Results of each kind of processor are kept beside each other, as `results/<name>.<processor>.json`. As a program it
 prints what is kept of a benchmark of engines, all processors side by side, as Markdown:
@@ -67,7 +67,8 @@ def save(name: str, settings: dict[str, Any], results: Any, *, in_lines: bool = 
 
 
 def earlier(name: str, empty: Any) -> Any:
-    """What `save` kept of this processor, for parts that are measured one at a time; `empty` if there is nothing."""
+    """The results that `save` has stored for this processor, for parts that are measured one at a time; `empty` without
+    any."""
     path = RESULTS / f"{name}.{processor()}.json"
     return json.loads(path.read_text())["results"] if path.exists() else empty
 

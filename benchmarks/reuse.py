@@ -1,4 +1,4 @@
-"""How soon is the first token there when the KV of a long document comes from a store?
+"""The time to first token when the KV of a long document comes from a store.
 
 A document of 4,000 tokens with a new question behind it each time, one engine on one core without a prefix cache:
 
@@ -208,7 +208,7 @@ def summary(values: Sequence[float], computed: Sequence[float]) -> dict[str, flo
 
 
 def vllm_part(model: str, options: argparse.Namespace, folder: Path, media: dict[str, str]) -> dict[str, Any]:
-    """What `measure_vllm` finds of the sides that are wanted."""
+    """The results of `measure_vllm` for the chosen sides."""
     same = {name: getattr(options, name) for name in ("tokens", "dtype", "block_size")}
     settings = {**same, "model": model, "question": QUESTION_TOKENS, "vocab": SHAPE["vocab_size"]}
     all_sides = sides(folder, media)

@@ -1,4 +1,4 @@
-"""How many bytes in a second stores take and give, beside what their media do with as many in pieces of that size.
+"""Bytes a second that stores write and read, beside their media with pieces of the same size.
 
 The sides take turns, and the first turn, in which memory is touched for the first time, does not count.
 """
@@ -43,7 +43,7 @@ def measure_rates(media: dict[str, str], layout: KVLayout, num_blocks: int, fold
 
 
 def variants(name: str, folder: Path) -> list[tuple[str, Callable[[], object]]]:
-    """How a medium is read: label, and what is done before."""
+    """The ways to read a medium: label, and the preparation."""
     if name != "file":
         return [(name, lambda: None)]
     return [("file, warm", lambda: None), ("file, cold", lambda: drop_page_cache(folder))]
@@ -120,7 +120,7 @@ def _rates(num_bytes: int, put_s: float, get_s: float) -> Rates:
 def _limits(
     name: str, url: str, size: int, number: int, folder: Path, before_get: Callable[[], object]
 ) -> Callable[[], Rates]:
-    """What measures a medium once."""
+    """The functions that measure a medium once."""
     port = url.partition("?")[0].rpartition(":")[2]
     match name:
         case "file":

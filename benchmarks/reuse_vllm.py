@@ -37,7 +37,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Document:
-    """What is asked: a document, and for each turn a question behind it. Token ids."""
+    """The prompts: a document, and for each turn a question behind it. Token ids."""
 
     tokens: list[int]
     questions: list[list[int]]

@@ -1,4 +1,4 @@
-"""What a router costs, beside others and beside no router: processor time, added delay, memory.
+"""The cost of a router, beside others and beside no router: processor time, added delay, memory.
 
     python benchmarks/router.py [--rounds 40] [--streams 1 32 64 256] [--tokens 100] [--rate 200]
         [--peers FOLDER/bin] [--nginx PATH] [--python PATH] [--before FOLDER] [--dynamo PYTHON] [--floor]
@@ -67,7 +67,7 @@ Request = list[float]
 
 @dataclass
 class Case:
-    """What was seen of a router in one case. Processor time in seconds."""
+    """The figures of a router in one case. Processor time in seconds."""
 
     requests: list[Request] = field(default_factory=list)
     spent_s: float = 0.0
@@ -125,7 +125,7 @@ class Peers:
         return process, int(process.stdout.readline())
 
     def load(self, port: int, clients: int, rounds: int, spacing_us: float, tokens: int, rate: float) -> list[Request]:
-        """What clients saw. Raises `RuntimeError`."""
+        """The figures of clients. Raises `RuntimeError`."""
         numbers = [str(argument) for argument in (port, clients, rounds, spacing_us, tokens, rate)]
         done = subprocess.run([self._program, "load", *numbers], capture_output=True, text=True, check=False)
         if done.returncode:
@@ -196,7 +196,7 @@ http {{
 
 
 def commands(options: argparse.Namespace, prefill: str, decode: str, folder: Path) -> dict[str, list[str]]:
-    """How each router is started; PORT stands for its port."""
+    """The command of each router; PORT stands for its port."""
     profiled = ["-m", "cProfile", "-o", options.profile] if options.profile else []
     ours = [sys.executable, *profiled, *OURS, "--port", "PORT", "--prefill-url", prefill, "--decode-url", decode]
     argv_by_name = {"kvferry": ours, "kvferry, sequential": [*ours, "--hand-off", "sequential"]}
@@ -389,7 +389,7 @@ def main() -> None:
 
 
 def about(router: Router) -> dict[str, Any]:
-    """What is kept."""
+    """The figures that are saved."""
     cases = {
         name: {
             "request_us": round(case.request_us, 1),

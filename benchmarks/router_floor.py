@@ -1,4 +1,4 @@
-"""What a router in Python costs at least: the three exchanges of a request, with nothing but uvloop and httptools.
+"""The smallest cost of a router in Python: the three exchanges of a request, with nothing but uvloop and httptools.
 
     python benchmarks/router_floor.py PREFILL_URL DECODE_URL PORT
 

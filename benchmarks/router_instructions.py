@@ -1,4 +1,4 @@
-"""How many instructions the router's process executes for a request: a number that no busy machine changes.
+"""Number of instructions that the router's process executes for a request: a number that no busy machine changes.
 
     python benchmarks/router_instructions.py [--requests 120] [--stream] [--sequential] [--src FOLDER]
 
@@ -59,7 +59,7 @@ class Counted:
         subprocess.run(["callgrind_control", *option, str(self.process.pid)], check=True, capture_output=True)
 
     def instructions(self, requests: int, tokens: int) -> int:
-        """What so many requests of one client take."""
+        """Instructions of this number of requests of one client."""
         self.control(["-z"])
         self._peers.load(self._port, 1, requests, 0, tokens, _RATE)
         self.control(["-d"])
@@ -70,7 +70,7 @@ class Counted:
 
 
 def measure(router: Counted, peers: Peers, port: int, options: argparse.Namespace) -> str:
-    """What a request takes."""
+    """Instructions of a request."""
     tokens = _TOKENS if options.stream else 0
     peers.until_ready(port, _START_S)
     time.sleep(_STOPPED_AFTER_S + 2.0)

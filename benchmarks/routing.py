@@ -1,4 +1,4 @@
-"""How much of the prompts is found in the instances' caches, and how even is the work? The router's own policies,
+"""The share of prompts found in the instances' caches, and the balance of the work. The router's own policies,
 prefix index and estimates, driven over a trace on a virtual clock.
 
     python benchmarks/routing.py TRACE.jsonl                    a trace in Mooncake's form
@@ -99,7 +99,7 @@ class BlockCache:
         self._gone.append(int.from_bytes(name, "big"))
 
     def put(self, blocks: Sequence[int]) -> tuple[int, list[int]]:
-        """How many of a prompt's blocks were there, from the first, and which had to go for the others."""
+        """Number of a prompt's leading blocks that were cached, and the blocks that were evicted for the others."""
         names = [name_of(block) for block in blocks][: self._num_blocks]
         self._gone = []
         held = self._pool.match(names)
@@ -142,7 +142,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What the router hears of caches: its own history, or events, late by `stale_s`, of which `lost` are lost."""
+    """The router's knowledge of caches: its own history, or events, late by `stale_s`, of which `lost` are lost."""
 
     name: str
     events: bool = False
@@ -172,7 +172,7 @@ class Seen:
 
 
 class Router:
-    """What one router knows, and its policy."""
+    """One router: its knowledge, and its policy."""
 
     def __init__(self, settings: argparse.Namespace, policy: str, clock: Clock, servers: Sequence[Server]) -> None:
         self.index, self.estimates = PrefixIndex(2_000_000), Estimates()
@@ -310,7 +310,7 @@ def pooled(trace: Iterable[Arrival], num_blocks: int, eviction: str) -> float:
 
 
 def shape(trace: Sequence[Arrival]) -> dict[str, float]:
-    """What kind of trace it is."""
+    """The shape of a trace."""
     uses: dict[int, int] = {}
     for arrival in trace:
         for block in arrival.blocks:

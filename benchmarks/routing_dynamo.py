@@ -1,4 +1,4 @@
-"""How much of the prompts is found in the caches of Dynamo's mockers, with kvferry's router and with Dynamo's frontend.
+"""The share of prompts found in the caches of Dynamo's mockers, with kvferry's router and with Dynamo's frontend.
 
     python benchmarks/routing_dynamo.py PYTHON [--sessions 250] [--workers 4] [--blocks 1500] [--clients 16] [--save]
 

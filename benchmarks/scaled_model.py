@@ -78,7 +78,7 @@ class Engine:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody waits for it."""
+        """True if no request waits for it."""
         return not (self.prompts or self.running or self.waiting or self.chunk or self.coming)
 
     @property

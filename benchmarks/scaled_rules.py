@@ -52,7 +52,7 @@ INSTANCE = SimInstanceSpec(num_blocks=4096, max_model_len=32768, has_contents=Fa
 
 @dataclass
 class Seen:
-    """What a rule may look at, since it was asked last."""
+    """The input of a rule, since its last decision."""
 
     now: float
     counts: Counts

@@ -84,7 +84,7 @@ class Configuration:
 
     @property
     def num_warm(self) -> int:
-        """How many requests come before the trace, as many as fill all KV caches: memory takes longer when it is
+        """Number of requests before the trace, which fill all KV caches: memory takes longer when it is
         written to for the first time, and the first requests find connections and code that are not there yet."""
         kv_bytes = parse_bytes(self.kv_memory or KV_MEMORY, "KV_MEMORY")
         return -(-kv_bytes // (WARM_TOKENS * TOKEN_BYTES)) * max(self.prefill, self.decode, self.both)
@@ -197,7 +197,7 @@ def measured(answers: Sequence[Streamed]) -> dict[str, Percentiles]:
 
 
 def calibrated() -> MachineTimes:
-    """What `kvferry calibrate` measures now."""
+    """The times that `kvferry calibrate` measures now."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "times.json")
         command = [sys.executable, "-m", "kvferry.cli.main", "calibrate", MODEL, "--write", str(path), "--rounds=2"]
@@ -213,7 +213,7 @@ def brief(times: MachineTimes) -> MachineTimes:
 
 
 def run_real(configuration: Configuration, options: argparse.Namespace) -> dict[str, Any]:
-    """What the clients of a real fleet saw."""
+    """The latencies of clients of a real fleet."""
     arrivals = make_trace(configuration, options.seconds, options.seed)
     with configuration.running() as url:
         results = measured(asyncio.run(play(url, arrivals, configuration.num_warm)))
@@ -221,7 +221,7 @@ def run_real(configuration: Configuration, options: argparse.Namespace) -> dict[
 
 
 def simulate(configuration: Configuration, times: MachineTimes, options: argparse.Namespace) -> dict[str, Any]:
-    """What the simulator says they would see."""
+    """The latencies that the simulator predicts."""
     arrivals = make_trace(configuration, options.seconds, options.seed)
     world = replace(world_of(fleet_from(configuration.spec()), times), num_cores=os.cpu_count() or 1)
     figures = TraceReplay(world, arrivals).run(Targets())

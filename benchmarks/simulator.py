@@ -1,4 +1,4 @@
-"""How fast is the simulator, and does its memory grow?
+"""Speed of the simulator, and growth of its memory.
 
     python benchmarks/simulator.py azure_2023_code.csv --instances 100 --requests 100000
 

@@ -1,4 +1,4 @@
-"""How much must one read to understand a hand-off? Files, lines and classes of the data plane, from what is imported.
+"""The amount of code that a hand-off runs through. Files, lines and classes of the data plane, from what is imported.
 
 `P2P over shared memory` is what a process has loaded of `kvferry.transport` and `kvferry.connectors` once both sides of
 a `P2pConnector` are built and registered with `transport` "shm". `transport` is the whole folder, every medium. Lines

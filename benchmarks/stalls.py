@@ -1,4 +1,4 @@
-"""How long does one request keep everybody else waiting? Enormous bodies, beside a client that asks for little.
+"""The time for which one request stalls all others. Enormous bodies, beside a client that asks for little.
 
 While a large or hostile request is sent and answered, another connection asks for `/version` over and over. Its
 slowest answer is how long the server's event loop was held up; its slowest answer without such a request is what the

@@ -1,4 +1,4 @@
-"""How long from the command to the first token, and how much CPU time until it has ended again?
+"""Time from the command to the first token, and CPU time until the process has ended.
 
 Each side is started with its own command, asked for one token as soon as its port answers, and ended; the page cache is
 warm for all (one uncounted start each). Sides take turns, so that a slow spell of the machine hits all.
@@ -84,7 +84,7 @@ def start_once(client: httpx.Client, command: list[str], port: int) -> float:
 
 
 def answers(client: httpx.Client, port: int) -> bool:
-    """Whether one token can be had. The client is not made anew: that would cost more than what it waits for."""
+    """True if a request for one token succeeds. The client is not made again: that would cost more than the request."""
     body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 1}
     try:
         return client.post(f"http://127.0.0.1:{port}/v1/completions", json=body).status_code == 200

@@ -1,4 +1,4 @@
-"""What does an answer cost whose hand-off goes through a store that is down, beside one that D computes by itself?
+"""The cost of an answer whose hand-off goes through a store that is down, beside one that D computes by itself.
 
 A prefill and a decode instance, a core each, hand off through a store; two routers stand before them: one splits
 requests over both, the other gives them to the decode instance alone ("computed"). The two take turns, each prompt is
@@ -114,7 +114,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class State:
-    """What befalls a store, and how it recovers."""
+    """A failure of a store, and its recovery."""
 
     begin: Callable[[], Any]
     end: Callable[[], Any]

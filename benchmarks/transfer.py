@@ -1,4 +1,4 @@
-"""How fast does KV get from one process to another? Every transport beside the plain way of doing the same.
+"""Speed of KV from one process to another: every transport beside a plain copy by the same means.
 
 Two processes on one machine, one core each. Blocks of several sizes in random places on both sides, so many that
 they fill no cache. The media take turns in rounds, and contents are verified. `memcpy`, a loop in C between the two

@@ -138,7 +138,7 @@ class Medium(ABC):
         """Reach what is served."""
 
     def prepare(self, remote: Spans, local: Spans) -> Any:
-        """What `read` is given."""
+        """The argument of `read`."""
         return remote, local
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What does a hand-off cost before the first token, and how much of the transfer is hidden behind the prefill?
+"""The cost of a hand-off before the first token, and the share of the transfer that the prefill hides.
 
 A prefill and a decode instance, a core each, stand behind three routers: one hands off sequentially, one concurrently,
 and one asks the prefill instance for the whole answer, as if it were plain. So all three run in the very same process:

@@ -1,4 +1,4 @@
-"""How long does a hand-off between two vLLM servers take, and how much CPU time?
+"""Time and CPU time of a hand-off between two vLLM servers.
 
 Prefill and decode are real vLLM servers on a core each. In one run, with the same model, prompts and cores:
 
@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
 
 
 def sides(folder: Path) -> dict[str, Side]:
-    """What is compared, by name."""
+    """The compared sides, by name."""
     files = {"shared_storage_path": str(folder / "example")}
 
     def p2p(transport: str) -> dict[str, Any]:

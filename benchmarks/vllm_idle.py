@@ -1,4 +1,4 @@
-"""What does a connector cost a vLLM server that does nothing, or little?
+"""The cost of a connector in a vLLM server that does nothing, or little.
 
 Real vLLM servers, one for each connector and one without any, all up at once; CPU time of all processes of each, over
 the same time:
@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
 
 
 def sides(folder: Path, valkey: str | None) -> dict[str, Side]:
-    """What is compared, by name. kvferry's connectors under the names that `kvferry prefill --engine vllm` takes."""
+    """The compared sides, by name. kvferry's connectors under the names that `kvferry prefill --engine vllm` takes."""
 
     def side(name: str, *, hands_off: bool = False, calm: bool = True, **extra: Any) -> Side:
         return Side({"kv_connector": name, "kv_connector_extra_config": extra}, hands_off, calm)

@@ -1,4 +1,4 @@
-"""How fast KV goes from one vLLM into another on one machine, by transport, beside a plain copy of as many bytes: in
+"""Speed of KV from one vLLM into another on one machine, by transport, beside a plain copy of as many bytes: in
 host memory or, where there is a GPU, in its memory.
 
     .venv-vllm/bin/python benchmarks/vllm_transfer.py [--tokens 2000] [--repeat 5]

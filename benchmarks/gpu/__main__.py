@@ -91,7 +91,7 @@ def run_steps(steps: Sequence[Step], folder: Path, cards: Sequence[Card], *, fak
 
 
 def environment_of(step: Step, folder: Path, *, fake: bool) -> dict[str, str]:
-    """What a step's process has beside the environment of this one."""
+    """The variables of a step's process beside this environment."""
     added = [ROOT / "benchmarks", ROOT / "src", describe_package(folder / "metadata")]
     paths = [*map(str, added), *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -33,7 +33,7 @@ class Context:
 
     @property
     def small(self) -> bool:
-        """Whether sizes are those of a run without a GPU."""
+        """True if sizes are small, for a run without a GPU."""
         return self.device == "cpu"
 
     @property

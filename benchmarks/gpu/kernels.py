@@ -160,7 +160,7 @@ def _memory_rate(context: Context) -> float:
 
 
 def _fits(cell: Cell) -> bool:
-    """Whether cache, gathered copies and the mask of the reference fit into what is free."""
+    """True if cache, gathered copies and the mask of the reference fit into the free memory."""
     kv = cell.rows * cell.context * KV_HEADS * 2 * DIM * 2
     mask = cell.rows * cell.query_len * (HEADS // KV_HEADS) * cell.context * 3
     return 4 * kv + mask < 0.9 * torch.cuda.mem_get_info()[0]

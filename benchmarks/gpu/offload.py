@@ -46,7 +46,7 @@ class Cache:
         self.memory = BlockMemory.dense(layout, num_blocks, self.tensor.data_ptr(), device="cuda:0")
 
     def blocks(self, context: Context) -> BlockBytes:
-        """What the connectors of stores copy with."""
+        """The copies of stores' connectors."""
         if context.small:
             return DeviceBlocks(self.memory, None, allocate=lambda num_bytes: memoryview(bytearray(num_bytes)))
         return block_bytes_of(self.memory, saves_are_complete=False)

@@ -259,7 +259,7 @@ def prefill(connection: Connection, model: str, device: str, dtype: str, ranks: 
 
 
 def _store(context: Context, model: Path, prompts: list[list[int]], dtype: str) -> None:
-    """What one engine stores from device memory another loads."""
+    """Another engine loads the blocks that one engine has stored from device memory."""
     folder = context.scratch(f"store-{dtype}-{random.getrandbits(32):08x}")
     extra = {"store": f"file:{folder}?deadline_s=10"}
     config = KVTransferConfig(

@@ -26,7 +26,7 @@ MAX_LINE = 300
 
 
 class State(StrEnum):
-    """How a step ended."""
+    """The state in which a step ended."""
 
     HELD = "held"
     NOT_HELD = "did not hold"
@@ -46,7 +46,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def is_good(self) -> bool:
-        """Whether the run may exit with 0."""
+        """True if the run may exit with 0."""
         return self.state in (State.HELD, State.SKIPPED)
 
 

@@ -1,4 +1,4 @@
-"""What UCX says of the ways that it takes, with UCX_PROTO_INFO=y and UCX_LOG_LEVEL=info."""
+"""UCX's report of its transports, with UCX_PROTO_INFO=y and UCX_LOG_LEVEL=info."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def ways_to_read(log: str) -> list[str]:
 
 
 def is_tcp(lanes: list[str]) -> bool:
-    """Whether all ways lead through TCP, that is, through host memory and the network stack."""
+    """True if all transports are TCP, that is, through host memory and the network stack."""
     return bool(lanes) and all(lane.split("/")[0].strip() == "tcp" for lane in lanes)

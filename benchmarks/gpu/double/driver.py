@@ -19,6 +19,6 @@ def build(folder: Path) -> Path:
 
 
 def environment(folder: Path, calls: Path | None = None) -> dict[str, str]:
-    """What a process needs to load the stand-in in `folder`. `calls`: where it records its calls."""
+    """The variables with which a process loads the stand-in in `folder`. `calls`: where it records its calls."""
     paths = [str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return {"LD_LIBRARY_PATH": os.pathsep.join(paths), **({"KVFERRY_CUDA_CALLS": str(calls)} if calls else {})}
