@@ -16,7 +16,7 @@ from kvferry.fleet.control.backend import Member, MemberState
 from kvferry.fleet.control.facts import Phase
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer
-from kvferry.fleet.control.router_client import InstanceView
+from kvferry.fleet.control.router_client import RouterInstanceView
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.sim.world import RequestSpec
 
@@ -101,7 +101,7 @@ def test_a_fleet_outlives_what_happens_around_it(kind: Kind) -> None:
 def _take_the_dead_for_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     phase = Observer._phase
 
-    def take_for_ready(self: Observer, member: Member, view: InstanceView | None) -> Phase:
+    def take_for_ready(self: Observer, member: Member, view: RouterInstanceView | None) -> Phase:
         return Phase.READY if member.state is MemberState.ENDED else phase(self, member, view)
 
     monkeypatch.setattr(Observer, "_phase", take_for_ready)

@@ -22,7 +22,7 @@ from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, Memb
 from kvferry.fleet.control.controller import Controller, LeadershipLost, ShutdownRequested
 from kvferry.fleet.control.leadership import TAKEN_S, LeadershipUnknown, TimedLeadership
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.router_client import InstanceView, RouterClient
+from kvferry.fleet.control.router_client import RouterClient, RouterInstanceView
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import SimInstance
@@ -131,7 +131,7 @@ class SimRouterClient(RouterClient):
         super().__init__(TOKEN)
         self._backend = backend
 
-    async def declare(self, *args: Any, **options: Any) -> Mapping[str, InstanceView] | None:
+    async def declare(self, *args: Any, **options: Any) -> Mapping[str, RouterInstanceView] | None:
         """Declare instances to the routers, and record the controller."""
         self._backend.record_action("declares instances")
         return await super().declare(*args, **options)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState, NotStarted
-from kvferry.fleet.control.router_client import InstanceView, RouterClient
+from kvferry.fleet.control.router_client import RouterClient, RouterInstanceView
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 
 
@@ -98,7 +98,7 @@ class MemoryFront(RouterClient):
         self.declared: dict[str, tuple[str, str]] = {}
         """Name to role and unit."""
         self.urls: dict[str, str] = {}
-        self.operators: dict[str, InstanceView] = {}
+        self.operators: dict[str, RouterInstanceView] = {}
         """What operators have added to the routers, and maybe drained."""
         self.draining: set[str] = set()
         self.busy: set[str] = set()
@@ -114,7 +114,7 @@ class MemoryFront(RouterClient):
     async def rejection_reason(self, router: str) -> str:
         return self.stranger
 
-    async def views(self, router: str) -> Mapping[str, InstanceView] | None:
+    async def views(self, router: str) -> Mapping[str, RouterInstanceView] | None:
         return self._views() if self.answers else None
 
     async def declare(
@@ -123,7 +123,7 @@ class MemoryFront(RouterClient):
         instances: Iterable[Member],
         draining: Iterable[str],
         plan: FleetPlan | None = None,
-    ) -> Mapping[str, InstanceView] | None:
+    ) -> Mapping[str, RouterInstanceView] | None:
         if not self.answers:
             return None
         self.told, instances = plan, list(instances)
@@ -138,9 +138,9 @@ class MemoryFront(RouterClient):
     async def traffic(self, router: str, seconds: float, most: int) -> TrafficReport | None:
         return self.reported()
 
-    def _views(self) -> dict[str, InstanceView]:
+    def _views(self) -> dict[str, RouterInstanceView]:
         return self.operators | {
-            name: InstanceView(
+            name: RouterInstanceView(
                 name=name,
                 url=self.urls[name],
                 role=role,

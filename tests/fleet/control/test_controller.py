@@ -19,7 +19,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.backend import MemberSpec
 from kvferry.fleet.control.controller import Controller, Detached, End, FleetFailed, ShutdownRequested
 from kvferry.fleet.control.ledger import FleetStatus, Ledger
-from kvferry.fleet.control.router_client import InstanceView
+from kvferry.fleet.control.router_client import RouterInstanceView
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 
 HANGS_S = 60.0
@@ -119,7 +119,9 @@ async def test_what_operators_have_added_to_the_routers_is_not_taken_for_a_membe
     """It may be called as one that is starting, which routers do not know of yet."""
     made = Controlled(tmp_path, pooling(1, 1))
     url = "http://elsewhere:1"
-    made.front.operators[DECODE] = InstanceView(DECODE, "decode", "draining", 0, draining=True, drained=True, url=url)
+    made.front.operators[DECODE] = RouterInstanceView(
+        DECODE, "decode", "draining", 0, draining=True, drained=True, url=url
+    )
     made.backend.serves_at_once = False
     async with made.running():
         await made.until(lambda: len(made.backend.here) == 3)

@@ -73,7 +73,7 @@ def own_deployments() -> list[Deployment]:
         seen = ledger.status()
         deployment = Deployment(f"fleet {name}", log=str(ledger.folder / "controller.log"))
         try:
-            deployment.title = ledger.wanted().fleet.model
+            deployment.title = ledger.desired_state().fleet.model
         except ConfigError as error:
             deployment.problem = str(error)
         deployment.url = seen.url if seen is not None else ""

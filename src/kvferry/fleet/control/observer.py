@@ -12,7 +12,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
 from kvferry.fleet.control.facts import ObservedInstance, Phase
-from kvferry.fleet.control.router_client import InstanceView, RouterClient, capacity_of
+from kvferry.fleet.control.router_client import RouterClient, RouterInstanceView, capacity_of
 from kvferry.fleet.scaling.traffic import DecodeCapacity
 from kvferry.fleet.scaling.traffic_meter import LOOK_BACK_S, MAX_REQUESTS
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
@@ -24,7 +24,7 @@ class Observer:
 
     def __init__(self, router_client: RouterClient) -> None:
         self._router_client = router_client
-        self._views: Mapping[str, InstanceView] | None = None
+        self._views: Mapping[str, RouterInstanceView] | None = None
         """The routers' views of the fleet's instances, when one answered last; None: there is no router. Instances that
         operators have added are left out: one may have the name of a member that is starting."""
         self._since: dict[str, tuple[Phase, float]] = {}
@@ -136,7 +136,7 @@ class Observer:
             reason=member.reason or _hand_off_trouble(member, view),
         )
 
-    def _phase(self, member: Member, view: InstanceView | None) -> Phase:
+    def _phase(self, member: Member, view: RouterInstanceView | None) -> Phase:
         name = member.name
         if name in self.switching and member.state is not MemberState.ENDED and name not in self.stopping:
             return Phase.STARTING
@@ -159,7 +159,7 @@ class Observer:
         return Phase.READY if view.state == "up" else Phase.STARTING
 
 
-def _hand_off_trouble(member: Member, view: InstanceView | None) -> str:
+def _hand_off_trouble(member: Member, view: RouterInstanceView | None) -> str:
     if view is None or not view.no_hand_off or member.state is not MemberState.SERVING:
         return ""
     return f"takes part in no hand-off: {view.no_hand_off}"

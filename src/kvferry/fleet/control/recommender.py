@@ -25,7 +25,7 @@ from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.desired_counts import Scaling, counts_of, with_counts
 from kvferry.fleet.control.facts import ObservedInstance, Phase
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.router_client import InstanceView, RouterClient, capacity_of
+from kvferry.fleet.control.router_client import RouterClient, RouterInstanceView, capacity_of
 from kvferry.fleet.scaling.scaling_rules import PREFILL, Counts
 from kvferry.fleet.scaling.traffic_meter import LOOK_BACK_S, MAX_REQUESTS
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, read_fleet
@@ -118,7 +118,7 @@ class Recommender:
         self._has_begun = True
         return registered
 
-    async def _views(self) -> dict[str, Mapping[str, InstanceView]]:
+    async def _views(self) -> dict[str, Mapping[str, RouterInstanceView]]:
         """The instances of each router that answers, by name."""
         for router in [router for router in self._routers if router not in self._verified]:
             if why := await self._router_client.rejection_reason(router):  # without its token, it shows no addresses
@@ -138,7 +138,7 @@ class Recommender:
                 logger.warning("no router answers; nothing is recommended until one does")
         return answered
 
-    def _observe(self, views: Mapping[str, Mapping[str, InstanceView]]) -> list[ObservedInstance]:
+    def _observe(self, views: Mapping[str, Mapping[str, RouterInstanceView]]) -> list[ObservedInstance]:
         """Each instance once, by its URL: routers number them on their own."""
         now, seen = self._clock.monotonic(), dict[str, ObservedInstance]()
         for view in (view for each in views.values() for view in each.values()):
@@ -154,7 +154,7 @@ class Recommender:
         self._since = {url: (instance.phase, instance.since) for url, instance in seen.items()}
         return list(seen.values())
 
-    async def _traffic(self, views: Mapping[str, Mapping[str, InstanceView]]) -> dict[str, TrafficReport]:
+    async def _traffic(self, views: Mapping[str, Mapping[str, RouterInstanceView]]) -> dict[str, TrafficReport]:
         """The traffic report of each router, with the instances' URLs as their names."""
         reports = await asyncio.gather(
             *(self._router_client.traffic(router, LOOK_BACK_S, MAX_REQUESTS) for router in views)
@@ -168,7 +168,7 @@ class Recommender:
         return answered
 
 
-def _phase(view: InstanceView) -> Phase:
+def _phase(view: RouterInstanceView) -> Phase:
     if view.draining:
         return Phase.DRAINING
     return Phase.READY if view.state == "up" else Phase.STARTING

@@ -35,7 +35,7 @@ class ReportedLimits(msgspec.Struct, frozen=True):
     max_num_seqs: int = 0
 
 
-class InstanceView(msgspec.Struct, frozen=True):
+class RouterInstanceView(msgspec.Struct, frozen=True):
     """An instance, as a router sees it. `in_flight`: that router's running requests there; `no_hand_off`: the reason
     why it takes part in no hand-off, empty if it does."""
 
@@ -50,14 +50,14 @@ class InstanceView(msgspec.Struct, frozen=True):
     no_hand_off: str = ""
 
 
-def capacity_of(views: Iterable[InstanceView]) -> DecodeCapacity:
+def capacity_of(views: Iterable[RouterInstanceView]) -> DecodeCapacity:
     """The capacity of one of these decode instances, as far as they have reported it."""
     capacities = (view.facts for view in views if view.role == "decode" and view.facts is not None)
     return DecodeCapacity.smallest((facts.num_kv_tokens, facts.max_num_seqs) for facts in capacities)
 
 
 class _InstanceList(msgspec.Struct):
-    instances: list[InstanceView]
+    instances: list[RouterInstanceView]
 
 
 class RouterClient:
@@ -87,7 +87,7 @@ class RouterClient:
             return ""  # it may be hung, which is seen later
         return f"does not take orders: {stranger}" if stranger else ""
 
-    async def views(self, router: str) -> Mapping[str, InstanceView] | None:
+    async def views(self, router: str) -> Mapping[str, RouterInstanceView] | None:
         """The router's instances, by name; None if it does not answer."""
         return await self._ask(router, "GET", None)
 
@@ -99,7 +99,7 @@ class RouterClient:
         """The plan that the router has received last; None: none, or it does not answer."""
         return await self._get(router, PLAN_PATH, FleetPlan)
 
-    async def send_plan(self, router: str, plan: FleetPlan) -> Mapping[str, InstanceView] | None:
+    async def send_plan(self, router: str, plan: FleetPlan) -> Mapping[str, RouterInstanceView] | None:
         """Send the plan of a fleet whose instances others start. Returns the router's instances, by name; None if it
         does not answer."""
         return await self._ask(router, "PUT", msgspec.json.encode({"plan": plan}))
@@ -110,7 +110,7 @@ class RouterClient:
         instances: Iterable[Member],
         draining: Iterable[str],
         plan: FleetPlan | None = None,
-    ) -> Mapping[str, InstanceView] | None:
+    ) -> Mapping[str, RouterInstanceView] | None:
         """Declare the instances and the plan to all routers, as a replaced router may no longer share the others'
         state. `routers`: their URLs. Returns their merged views of the instances, by name; None if none answers."""
         leaving = set(draining)
@@ -143,7 +143,7 @@ class RouterClient:
             self._client.forget(origin)
             return None
 
-    async def _ask(self, router: str, method: str, body: bytes | None) -> Mapping[str, InstanceView] | None:
+    async def _ask(self, router: str, method: str, body: bytes | None) -> Mapping[str, RouterInstanceView] | None:
         origin, within_s = Origin.parse(router), _SILENT_ROUTER_S if router in self._silent else _ASK_S
         try:
             status, _, answer = await self._client.ask(
@@ -165,19 +165,19 @@ class RouterClient:
             logger.warning("the router at %s answers %s", router, how)
 
 
-def _merged_views(answers: Sequence[Mapping[str, InstanceView]]) -> Mapping[str, InstanceView] | None:
+def _merged_views(answers: Sequence[Mapping[str, RouterInstanceView]]) -> Mapping[str, RouterInstanceView] | None:
     """The merged views of several routers: all requests of an instance count, and its worst state."""
     if not answers:
         return None
-    seen: dict[str, InstanceView] = {}
+    seen: dict[str, RouterInstanceView] = {}
     for name, views in ((name, view) for answer in answers for name, view in answer.items()):
         before = seen.get(name)
         seen[name] = views if before is None else _merged_view(before, views)
     return seen
 
 
-def _merged_view(view: InstanceView, other: InstanceView) -> InstanceView:
-    return InstanceView(
+def _merged_view(view: RouterInstanceView, other: RouterInstanceView) -> RouterInstanceView:
+    return RouterInstanceView(
         name=view.name,
         role=view.role,
         state=other.state if view.state == "up" else view.state,
