@@ -147,7 +147,7 @@ def test_blocks_of_which_nothing_is_reported_are_given_up_in_time(events: Any, v
 def test_what_is_remembered_is_bounded(events: Any, view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvferry.adapters.vllm import events as module
 
-    monkeypatch.setattr(module, "MAX_BLOCKS", 2)
+    monkeypatch.setattr(module.VllmBlockEvents, "max_blocks", 2)
     for name in OURS:
         events.expect_saves(view, [name])
         for _ in range(2):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, TransferEvent, TransferReport
 from kvferry.connectors.ranks import RankReports
-from kvferry.connectors.reports import GRACE_S, Reports
+from kvferry.connectors.reports import Reports
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeaseEnded, TransferTimeout
 from kvferry.core.messages.hand_off import PrefillResult
@@ -18,7 +18,7 @@ def overdue_load() -> tuple[Reports, ManualClock, Failed]:
     reports = Reports(LIMIT_S, clock)
     reports.begin("r")
     assert reports.take() == []
-    clock.advance(LIMIT_S + GRACE_S + 1)
+    clock.advance(LIMIT_S + Reports.grace_s + 1)
     [failed] = reports.take()
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, TransferTimeout)

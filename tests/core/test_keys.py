@@ -15,7 +15,6 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.keys import (
     AUTH_TOKEN,
-    LIFETIME_S,
     LocalReplayGuard,
     Signer,
     Verifier,
@@ -83,10 +82,10 @@ def test_it_is_good_for_nothing_else(what: str, why: str) -> None:
             clock.advance(1)
             verifier = Verifier(SECRET, "a", clock)
         case "late":
-            clock.advance(LIFETIME_S + 1)
+            clock.advance(Verifier.lifetime_s + 1)
         case "twice":
             verifier.check(header, method, target)
-            clock.advance(LIFETIME_S - 1)
+            clock.advance(Verifier.lifetime_s - 1)
     with pytest.raises(AuthenticationFailed, match=why):
         verifier.check(header, method, target)
 
@@ -98,7 +97,7 @@ def test_used_ones_are_remembered_for_as_long_as_they_hold_and_no_longer() -> No
     signer = met(verifier, clock)
     for _ in range(1000):
         verifier.check(signer.sign("release", "POST", "/x"), "POST", "/x")
-        clock.advance(LIFETIME_S / 100)
+        clock.advance(Verifier.lifetime_s / 100)
     assert len(used._used) < 110
 
 

@@ -17,7 +17,7 @@ import pytest
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.http.server.config import HttpConfig
 from kvferry.router.choice.cost import LinearFit
-from kvferry.router.choice.disaggregation import MIN_HAND_OFFS
+from kvferry.router.choice.disaggregation import Threshold
 from router.peers import routing
 from support.processes import AUTH_TOKEN, Cluster, cluster, until
 
@@ -99,7 +99,7 @@ async def test_a_prefill_instance_answers_where_decode_would_miss_the_target_bet
         services = router.services
         chooser, decode = services.chooser, services.pools.decode.instances[0]
         router.membership.set_plan(msgspec.json.encode(FleetPlan({}, ttft_s=1e3, itl_s=10.0)).decode())
-        chooser.estimates.hand_off.num_measured = MIN_HAND_OFFS
+        chooser.estimates.hand_off.num_measured = Threshold.min_hand_offs
         for number, others in enumerate((0, 1)):
             chooser.estimates.decode = LinearFit(base=0.0, slope=6.0, reach=32)
             decode.load.num_decodes += others

@@ -25,7 +25,7 @@ BLOCK = {"block_size": 8}
 @pytest.fixture(autouse=True)
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(EndlessFabric, "gate", gate := threading.Event())
-    monkeypatch.setattr(reports, "GRACE_S", 0.1)
+    monkeypatch.setattr(reports.Reports, "grace_s", 0.1)
     yield gate
     gate.set()
 

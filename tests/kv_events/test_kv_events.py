@@ -23,7 +23,7 @@ from kvferry.kv_events.messages import (
     encode_batch,
 )
 from kvferry.kv_events.publisher import KVEventPublisher
-from kvferry.kv_events.replays import MAX_REPLAYS, STALL_S
+from kvferry.kv_events.replays import Replays
 from kvferry.kv_events.subscriber import FeedUpdate, Missed, Restarted, follow
 
 
@@ -117,12 +117,12 @@ def test_callers_that_never_read_keep_nobody_waiting_and_are_given_up() -> None:
         event = BlockStored(block_hashes=[b"x" * 12_000], parent_block_hash=None, token_ids=[], block_size=2)
         for _ in range(2000):
             publisher.publish([event])
-        silent = [ask_again(context, publisher.addresses.replay_endpoint, 0) for _ in range(MAX_REPLAYS)]
+        silent = [ask_again(context, publisher.addresses.replay_endpoint, 0) for _ in range(Replays.max_replays)]
         for one in silent:
             one.poll(60_000)
         late = ask_again(context, publisher.addresses.replay_endpoint, 1999)
         assert not late.poll(300), "there are too many"
-        clock.advance(STALL_S)
+        clock.advance(Replays.stall_s)
         while not late.poll(100):
             late.send_multipart([b"", (1999).to_bytes(8, "big")])
         assert late.recv_multipart()[-2] == (1999).to_bytes(8, "big")

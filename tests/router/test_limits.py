@@ -475,7 +475,7 @@ async def test_an_exception_in_one_request_is_that_requests_error(
     async def hold_some(peer: Peer, request: Any, body: Any) -> Any:
         return await (answer_when_told if body.get("hold") else answer)(peer, request, body)
 
-    monkeypatch.setattr("kvferry.router.instances.connections._IDLE_CONNECTION_S", 60.0)
+    monkeypatch.setattr("kvferry.router.instances.connections.Connections.idle_connection_s", 60.0)
     p, d = a_prefill(), a_decode(hold_some)
     async with (
         instances(p, d),

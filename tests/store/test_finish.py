@@ -10,7 +10,7 @@ import pytest
 from told_policy import ToldPolicy
 
 from kvferry.core.blocks.block_hash import BlockHash
-from kvferry.store.media.memory_index import MAX_ANSWER_TOKENS
+from kvferry.store.media.memory_index import MemoryIndex
 from kvferry.store.table import find_store, find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, block_of, fetch, name_of, names_of
@@ -29,7 +29,7 @@ def told(num_output_tokens: int) -> dict[str, int]:
     return {name_of(index).hex(): num_output_tokens for index in range(NUM_BLOCKS)}
 
 
-@pytest.mark.parametrize("num_output_tokens", [0, 1, 300, MAX_ANSWER_TOKENS, 2**40])
+@pytest.mark.parametrize("num_output_tokens", [0, 1, 300, MemoryIndex.max_answer_tokens, 2**40])
 def test_all_who_share_an_arena_hear_of_it(tmp_path: Path, num_output_tokens: int) -> None:
     async def use() -> None:
         url = f"memory:?num_blocks=32&name={tmp_path.name}&eviction={TOLD}"
@@ -41,7 +41,7 @@ def test_all_who_share_an_arena_hear_of_it(tmp_path: Path, num_output_tokens: in
         await first.finish([*names_of(NUM_BLOCKS), name_of(40)], num_output_tokens)
         assert await fetch(second, [0]) == [True]
         heard = [policy.told for policy in ToldPolicy.made if policy.told]
-        assert heard == [told(min(num_output_tokens, MAX_ANSWER_TOKENS))] * 2, "that of each store"
+        assert heard == [told(min(num_output_tokens, MemoryIndex.max_answer_tokens))] * 2, "that of each store"
         await first.close()
         await second.close()
 

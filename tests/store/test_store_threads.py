@@ -97,7 +97,7 @@ def test_a_process_ends_beside_a_call_that_does_not_return() -> None:
     code = """
 import asyncio, threading
 from kvferry.store import threads
-threads.CLOSE_S = 0.01
+threads.Threads.close_s = 0.01
 async def main():
     for close in (True, False):
         pool = threads.Threads(1, "test")

@@ -214,7 +214,7 @@ def test_writers_of_shared_memory_killed_at_random_instants(tmp_path: Path, num_
 def test_a_process_that_stops_with_the_lock_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.store.arena.LOCK_S", 0.05)
+    monkeypatch.setattr("kvferry.store.arena.Arena.lock_s", 0.05)
     url = f"memory:?num_blocks=8&name={tmp_path.name}"
 
     async def use(store: TieredStore) -> None:
@@ -706,7 +706,7 @@ def test_a_store_of_another_package_that_never_returns(
     stuck: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not even let others have its loop."""
-    monkeypatch.setattr(tier_module, "PUT_S", 0.1)
+    monkeypatch.setattr(tier_module.Tier, "put_s", 0.1)
     monkeypatch.setattr(tiers, "OPEN_S", 0.1)
     monkeypatch.setattr(tiers, "CLOSE_S", 0.1)
 
@@ -740,7 +740,7 @@ def test_a_store_of_another_package_that_never_returns(
         gates.append(store.gate)
 
     monkeypatch.setattr(Endless, "__init__", noted)
-    monkeypatch.setattr(tier_module, "LOOP_CLOSE_S", 0.1)
+    monkeypatch.setattr(tier_module.Tier, "loop_close_s", 0.1)
     try:
         run([f"{__name__}:Endless?deadline_s=0.1", f"file:{tmp_path}"], use)
     finally:

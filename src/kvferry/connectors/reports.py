@@ -12,18 +12,18 @@ from kvferry.connectors.api import Failed, Loaded, Released, TransferEvent, Tran
 from kvferry.core.clock import Clock
 from kvferry.core.errors import TransferTimeout
 
-GRACE_S = 2.0
-"""A load whose calls return ends by itself within this time after its deadline."""
-
 
 class Reports:
     """`add` may be called on any thread, the other methods on the engine's. `timeout_s` limits each load."""
+
+    grace_s = 2.0
+    """A load whose calls return ends by itself within this time after its deadline."""
 
     def __init__(self, timeout_s: float, clock: Clock) -> None:
         self.wake: Wake = lambda: None
         """Called when there is something new: set it in `WorkerSide.on_report`."""
         self._events: deque[TransferEvent] = deque()
-        self._limit_s, self._clock = timeout_s + GRACE_S, clock
+        self._limit_s, self._clock = timeout_s + self.grace_s, clock
         self._started_at: dict[str, float] = {}
         self._overdue: set[str] = set()
 

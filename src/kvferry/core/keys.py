@@ -46,15 +46,12 @@ CHALLENGE_PATH = "/kvferry/challenge"
 SCHEME = "Kvferry"
 """The scheme in the `Authorization` header of a signed request."""
 
-LIFETIME_S = 30.0
-"""Lifetime of a signed request, in seconds."""
 
 MIN_CHARACTERS = 16
 """The shortest secret that is accepted. Any client that can reach a server can test guesses against its proof, so
 a secret must not be guessable."""
 
 _EARLY_NS = 10**9
-_MAX_REMEMBERED = 2**16
 _HINT = f"start all processes of the deployment with the same {AUTH_TOKEN}"
 
 
@@ -114,15 +111,17 @@ class ReplayGuard(Protocol):
 class LocalReplayGuard:
     """The signed requests that were used at this process."""
 
+    max_remembered = 2**16
+
     def __init__(self) -> None:
         self._used: dict[str, int] = {}
         """Nonce → time of its signature; oldest first, except for requests that overtook others."""
 
     def use(self, nonce: str, at_ns: int, oldest_ns: int) -> bool:
-        """True if the nonce is new to this process, and fewer than `_MAX_REMEMBERED` are remembered."""
+        """True if the nonce is new to this process, and fewer than `max_remembered` are remembered."""
         while self._used and next(iter(self._used.values())) < oldest_ns:
             del self._used[next(iter(self._used))]
-        if nonce in self._used or len(self._used) >= _MAX_REMEMBERED:
+        if nonce in self._used or len(self._used) >= self.max_remembered:
             return False
         self._used[nonce] = at_ns
         return True
@@ -131,6 +130,9 @@ class LocalReplayGuard:
 class Verifier:
     """Proves that the server holds the secret, and checks signatures. `server`: the name of this server, the same in
     all processes that serve one address; they share `used`."""
+
+    lifetime_s = 30.0
+    """Lifetime of a signed request, in seconds."""
 
     def __init__(self, secret: str, server: str, clock: Clock = SYSTEM_CLOCK, used: ReplayGuard | None = None) -> None:
         self._secret, self._server, self._clock, self._used = secret, server, clock, used or LocalReplayGuard()
@@ -155,9 +157,11 @@ class Verifier:
         if server != self._server:
             raise AuthenticationFailed("the request was signed for another server, or before this one was started")
         now_ns, at_ns = self._now_ns(), int(at)
-        oldest_ns = now_ns - int(LIFETIME_S * 1e9)
+        oldest_ns = now_ns - int(self.lifetime_s * 1e9)
         if not max(oldest_ns, self._since_ns) <= at_ns <= now_ns + _EARLY_NS:
-            raise AuthenticationFailed(f"the request was signed more than {LIFETIME_S:g} s ago, or before a restart")
+            raise AuthenticationFailed(
+                f"the request was signed more than {self.lifetime_s:g} s ago, or before a restart"
+            )
         if not self._used.use(nonce, at_ns, oldest_ns):
             raise AuthenticationFailed("the request was used before, or there are too many at once")
         return cast(Purpose, purpose), digest

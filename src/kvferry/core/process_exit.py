@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-END_S = 15.0
-"""Max seconds that a process takes to close its resources, after its last request."""
 EXIT_S = 2.0
 """Max seconds for the exit handlers of libraries."""
 
@@ -63,11 +61,14 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 
 class ShutdownDeadline:
-    """Ends this process with exit code 1 if it is still running `END_S` after `begin`; and with the exit code of `run`
+    """Ends this process with exit code 1 if it is still running `end_s` after `begin`; and with the exit code of `run`
     if threads keep the process alive for longer than `EXIT_S` after that."""
 
+    end_s = 15.0
+    """Max seconds that a process takes to close its resources, after its last request."""
+
     def __init__(self) -> None:
-        self._timer = _timer(END_S, self._expire)
+        self._timer = _timer(self.end_s, self._expire)
 
     async def run(self, serving: Awaitable[int]) -> int:
         """The exit code of `serving`. An event loop ends only when its threads do, and the look-up of a name whose
@@ -87,7 +88,7 @@ class ShutdownDeadline:
         self._timer.cancel()
 
     def _expire(self) -> None:
-        log.error("the process could not close everything within %g s, and ends now", END_S)
+        log.error("the process could not close everything within %g s, and ends now", self.end_s)
         exit_process(1)
 
 

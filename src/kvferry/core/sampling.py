@@ -5,20 +5,22 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection
+from typing import ClassVar
 
 import msgspec
 
 from kvferry.core.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
-MIN_PENALTY = 1e-6
-"""Lowest `repetition_penalty`; the highest is its inverse. Beyond them, float32 logits overflow and all become
-equal."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of one sequence, with the API's names. `temperature` 0 is greedy. `seed` is always set when
     the sequence runs."""
+
+    min_penalty: ClassVar[float] = 1e-6
+    """Lowest `repetition_penalty`; the highest is its inverse. Beyond them, float32 logits overflow and all become
+    equal."""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -67,7 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("top_p", self.top_p, 0, 1),
             ("top_k", self.top_k, -1, infinity),
             ("min_p", self.min_p, 0, 1),
-            ("repetition_penalty", self.repetition_penalty, MIN_PENALTY, 1 / MIN_PENALTY),
+            ("repetition_penalty", self.repetition_penalty, self.min_penalty, 1 / self.min_penalty),
             ("presence_penalty", self.presence_penalty, -2, 2),
             ("frequency_penalty", self.frequency_penalty, -2, 2),
             ("logprobs", self.logprobs, 0, MAX_LOGPROBS),

@@ -22,13 +22,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_MS, _PAUSE_MS = 200, 2
 """Milliseconds between two polls for a replay request; the shorter while a follower has yet to take its replay."""
-_END_S = 2.0
-_MAX_FRAME_BYTES = 256
-"""Longest frame that is received: a replay request has 8 bytes, a subscription the beginning of a topic."""
-_MAX_TOPIC_BYTES = 64 * 2**10
-"""Bytes of all different topics that followers may subscribe to. ZeroMQ stores them, at some 45 bytes for each byte;
-kvferry's own followers subscribe to the empty topic."""
-_MAX_HISTORY_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -42,6 +35,14 @@ class EventAddresses:
 class KVEventPublisher:
     """`endpoint` as in tcp://127.0.0.1:5557; port `*` is any free one. Replays have a free port of the same host unless
     `replay_endpoint` says otherwise."""
+
+    max_history_bytes = 64 * 2**20
+    max_topic_bytes = 64 * 2**10
+    """Bytes of all different topics that followers may subscribe to. ZeroMQ stores them, at some 45 bytes for each
+    byte; kvferry's own followers subscribe to the empty topic."""
+    max_frame_bytes = 256
+    """Longest frame that is received: a replay request has 8 bytes, a subscription the beginning of a topic."""
+    end_s = 2.0
 
     def __init__(self, endpoint: str, replay_endpoint: str | None, clock: Clock, *, max_history: int = 10_000) -> None:
         """Raises `ConfigError` if an address cannot be bound, `MissingDependency` without ZeroMQ."""
@@ -75,12 +76,12 @@ class KVEventPublisher:
         self._next += 1
         with self._lock:
             while self._history and (
-                self._history_bytes > _MAX_HISTORY_BYTES or len(self._history) == self._history.maxlen
+                self._history_bytes > self.max_history_bytes or len(self._history) == self._history.maxlen
             ):
                 self._history_bytes -= len(self._history.popleft()[1])
             self._history.append((number, payload))
             self._history_bytes += len(payload)
-        if self.topic_bytes > _MAX_TOPIC_BYTES:
+        if self.topic_bytes > self.max_topic_bytes:
             self._disconnect_all()
         if not self._pub.closed:
             self._pub.send_multipart((b"", number.to_bytes(8, "big"), payload))
@@ -89,7 +90,7 @@ class KVEventPublisher:
     def close(self) -> None:
         """End the thread and both sockets."""
         self._closing.set()
-        self._thread.join(_END_S)
+        self._thread.join(self.end_s)
         if not self._thread.is_alive():  # a live thread still uses the sockets
             self._context.destroy(linger=0)
 
@@ -97,7 +98,7 @@ class KVEventPublisher:
         """Count the topics to which followers subscribe and unsubscribe, until there are too many."""
         library = zmq()
         try:
-            while self.topic_bytes <= _MAX_TOPIC_BYTES:
+            while self.topic_bytes <= self.max_topic_bytes:
                 frame = self._pub.recv(library.NOBLOCK)
                 self.topic_bytes += len(frame) if frame[:1] == b"\x01" else -len(frame)
         except library.Again:
@@ -118,7 +119,7 @@ class KVEventPublisher:
     def _bind(self, kind: int, endpoint: str, flag: str) -> tuple[Any, str]:
         library = zmq()
         socket = self._context.socket(kind)
-        socket.setsockopt(library.MAXMSGSIZE, _MAX_FRAME_BYTES)
+        socket.setsockopt(library.MAXMSGSIZE, self.max_frame_bytes)
         socket.setsockopt(library.RCVHWM, MAX_UNSENT)
         if kind == library.ROUTER:
             socket.setsockopt(library.SNDHWM, MAX_UNSENT)

@@ -16,10 +16,6 @@ from kvferry.kv_events.sockets import zmq
 
 MAX_UNSENT = 16
 """Max messages for one follower that wait in ZeroMQ."""
-MAX_REPLAYS = 64
-"""Max replays at one time; further requests are not answered, and may be repeated."""
-STALL_S = 10.0
-"""Seconds that a follower may leave its messages unread before its replay is dropped."""
 
 
 @dataclass
@@ -32,6 +28,11 @@ class Replays:
     """`socket` is a ROUTER that refuses a message to a follower that is gone or full (`ROUTER_MANDATORY`). Belongs to
     one thread."""
 
+    stall_s = 10.0
+    """Seconds that a follower may leave its messages unread before its replay is dropped."""
+    max_replays = 64
+    """Max replays at one time; further requests are not answered, and may be repeated."""
+
     def __init__(self, socket: Any, clock: Clock) -> None:
         self._socket, self._clock = socket, clock
         self._active: dict[bytes, _Replay] = {}
@@ -42,18 +43,18 @@ class Replays:
     def begin(self, follower: bytes, messages: Iterable[tuple[int, bytes]]) -> None:
         """Begin to send a follower these messages and the end mark. Ignored while the follower's previous replay is
         active."""
-        if follower in self._active or len(self._active) >= MAX_REPLAYS:
+        if follower in self._active or len(self._active) >= self.max_replays:
             return
         pending = deque((number.to_bytes(8, "big"), payload) for number, payload in messages)
         pending.append((END_OF_REPLAY, b""))
-        self._active[follower] = _Replay(pending, self._clock.monotonic() + STALL_S)
+        self._active[follower] = _Replay(pending, self._clock.monotonic() + self.stall_s)
 
     def send_pending(self) -> None:
         """Send what followers can take now. Does not block."""
         now = self._clock.monotonic()
         for follower, replay in list(self._active.items()):
             if self._send(follower, replay.pending):
-                replay.deadline = now + STALL_S
+                replay.deadline = now + self.stall_s
             if not replay.pending or now >= replay.deadline:
                 del self._active[follower]
 

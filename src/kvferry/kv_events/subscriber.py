@@ -18,7 +18,6 @@ from kvferry.kv_events.sockets import zmq, zmq_asyncio
 
 logger = logging.getLogger(__name__)
 
-_REPLAY_S = 5.0
 _HIGH_WATER = 10_000
 """Messages that wait to be read; ZeroMQ drops further ones, and the gap is detected."""
 
@@ -50,6 +49,8 @@ async def follow(endpoint: str, replay_endpoint: str | None) -> AsyncGenerator[F
 
 
 class _Follower:
+    replay_s = 5.0
+
     def __init__(self, context: Any, endpoint: str, replay_endpoint: str | None) -> None:
         self._context, self._replay_endpoint = context, replay_endpoint
         self._next = 0
@@ -117,7 +118,7 @@ class _Follower:
         socket = self._socket(zmq().DEALER)
         try:
             socket.connect(self._replay_endpoint)
-            async with asyncio.timeout(_REPLAY_S):
+            async with asyncio.timeout(self.replay_s):
                 await socket.send_multipart([b"", first.to_bytes(8, "big")])
                 while True:
                     *_, number, payload = await socket.recv_multipart()

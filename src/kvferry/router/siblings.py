@@ -31,12 +31,13 @@ from kvferry.router.instances.shared_state import SharedState
 from kvferry.router.metrics import CONTENT_TYPE
 
 _SECRET = b"x-kvferry-router"
-_TIMEOUT_S = 2.0
-_MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class SiblingRouters:
     """Merges a router's answers with its siblings'. Owns the connections to them."""
+
+    max_answer_bytes = 64 * 2**20
+    timeout_s = 2.0
 
     def __init__(self, router: Router, state: SharedState) -> None:
         self._router, self._state, self._secret = router, state, state.secret()
@@ -157,9 +158,9 @@ class SiblingRouters:
                 Origin.parse(url),
                 "GET",
                 target,
-                timeout_s=_TIMEOUT_S,
+                timeout_s=self.timeout_s,
                 headers=[(_SECRET, self._secret)],
-                max_bytes=_MAX_ANSWER_BYTES,
+                max_bytes=self.max_answer_bytes,
             )
         except TransferError:
             return None

@@ -56,11 +56,6 @@ from kvferry.sim.transfers import SimMemory
 from kvferry.transport.memory import BlockGeometry, Region
 
 MODEL = "simulated"
-_MIN_STEPS = 3
-"""Min number of steps that are batched."""
-_POLL_S = 0.25
-"""Seconds between two checks of an idle engine for overdue requests if tokens leave in batches. A real one checks every
-5 ms; all other events wake it."""
 Role = Literal["prefill", "decode", "both"]
 KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
     "prefill": "kv_producer",
@@ -346,6 +341,12 @@ def _announces(plan: StepPlan | None) -> bool:
 class SimEngine(SteppedEngine):
     """An engine whose steps run in a task on its own loop."""
 
+    poll_s = 0.25
+    """Seconds between two checks of an idle engine for overdue requests if tokens leave in batches. A real one checks
+    every 5 ms; all other events wake it."""
+    min_steps = 3
+    """Min number of steps that are batched."""
+
     def __init__(self, engine: EngineCore, executor: SimExecutor, process: SimProcess) -> None:
         super().__init__(engine, [MODEL])
         self._executor, self._process = executor, process
@@ -442,7 +443,7 @@ class SimEngine(SteppedEngine):
         """Batch decode-only steps: wait until the last step before a sequence ends, or until an event, and then execute
         all finished steps. Each is a step of the real engine, in no time."""
         seconds = self._seconds_ahead()
-        if len(seconds) < _MIN_STEPS:
+        if len(seconds) < self.min_steps:
             return
         ends = list(accumulate(seconds, initial=self._thread.time()))[1:]
         try:
@@ -459,7 +460,7 @@ class SimEngine(SteppedEngine):
         unless events are possible."""
         last = len(ends) - 1
         steps = [self._step_at_once(seconds[0], is_last=last == 0)]
-        if last >= _MIN_STEPS:
+        if last >= self.min_steps:
             steps += self._executor.decode_at_once(self.engine, seconds[1:last]) or ()
         for step_index in range(len(steps), len(ends)):
             steps.append(self._step_at_once(seconds[step_index], is_last=step_index == last))
@@ -487,7 +488,7 @@ class SimEngine(SteppedEngine):
         if rest_s == 0.0:
             return
         if rest_s is not None and self._batches is not None:
-            rest_s = _POLL_S
+            rest_s = self.poll_s
         try:
             async with asyncio.timeout(rest_s):
                 await self._wakeup.wait()

@@ -32,14 +32,6 @@ from kvferry.sim.router import SimRouter
 from kvferry.sim.world import PORT, TOKEN, World, WorldSpec
 
 LEASE_HOST = "cluster"
-_POLL_S = 0.05
-_READY_TIMEOUT_S = 120.0
-_ROUTER_STARTS_S = 1.0
-_GRACE_S = 30.0
-_LEASE_TIMEOUT_S = 2.0
-"""Max seconds to wait for the host of the lease."""
-_RESTART_DELAY_S = 1.0
-"""Seconds until a controller that has ended for another one is restarted."""
 
 
 @dataclass
@@ -69,6 +61,9 @@ class StartedMember:
 
 class SimLeadership(TimedLeadership):
     """The leadership of a `FleetWorld`'s fleet, for one of its controllers."""
+
+    lease_timeout_s = 2.0
+    """Max seconds to wait for the host of the lease."""
 
     def __init__(self, world: FleetWorld, me: SimProcess) -> None:
         super().__init__(world.simulation.monotonic)
@@ -119,7 +114,7 @@ class SimLeadership(TimedLeadership):
         network, host = self._world.network, self._own_process.host
         lease_host = network.host(LEASE_HOST)
         if network.is_partitioned(host, lease_host):
-            await asyncio.sleep(_LEASE_TIMEOUT_S)
+            await asyncio.sleep(self.lease_timeout_s)
             raise LeadershipUnknown(f"{LEASE_HOST} does not answer")
         await asyncio.sleep(max(0.0, network.arrival(host, lease_host, 0) - self._clock()))
 
@@ -140,6 +135,7 @@ class SimRouterClient(RouterClient):
 class SimBackend(FleetBackend):
     """The members of a `FleetWorld`, for the controller of this process."""
 
+    poll_s = 0.05
     num_routers = 1
 
     def __init__(self, world: FleetWorld, process: SimProcess) -> None:
@@ -184,7 +180,7 @@ class SimBackend(FleetBackend):
             self._world.before_member_change(started)
             started.what.stop()
         while process.is_alive and process.tasks() and loop.time() < until:  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self.poll_s)
         if self._world.started.get(name) is started:
             self._world.forget_member(name)
             self.changed.set()
@@ -218,6 +214,12 @@ class _SimController:
 
 class FleetWorld(World):
     """A deployment that a controller starts and reconciles. `router` of the spec: settings of its routers."""
+
+    restart_delay_s = 1.0
+    """Seconds until a controller that has ended for another one is restarted."""
+    grace_s = 30.0
+    router_starts_s = 1.0
+    ready_timeout_s = 120.0
 
     def __init__(
         self, spec: WorldSpec, fleet: DesiredFleet, seed: int, *, num_controllers: int = 1, keep_log: bool = False
@@ -255,7 +257,7 @@ class FleetWorld(World):
 
     def _start(self) -> None:
         self.start_controllers()
-        self.run_until(lambda: self.is_settled, _READY_TIMEOUT_S + self.spec.instance.start_s)
+        self.run_until(lambda: self.is_settled, self.ready_timeout_s + self.spec.instance.start_s)
         super()._start()
 
     # The controllers.
@@ -277,7 +279,7 @@ class FleetWorld(World):
         """Run a controller until it ends. It is restarted if it has lost the leadership."""
         backend, clock = SimBackend(self, process), self.simulation
         async with SimRouterClient(backend) as router_client:
-            controller = Controller(slot.ledger, backend, router_client, _Silent(), clock, grace_s=_GRACE_S)
+            controller = Controller(slot.ledger, backend, router_client, _Silent(), clock, grace_s=self.grace_s)
             process.on_end[controller] = controller.close  # the kernel closes it when a process ends
             try:
                 end = await controller.run()
@@ -288,7 +290,7 @@ class FleetWorld(World):
                 process.on_end.pop(controller, None)
                 controller.close()
         if isinstance(end, LeadershipLost):
-            self.network.loop.call_later(_RESTART_DELAY_S, self._start_controller, slot)
+            self.network.loop.call_later(self.restart_delay_s, self._start_controller, slot)
 
     @property
     def _has_leader(self) -> bool:
@@ -359,7 +361,7 @@ class FleetWorld(World):
             what.restart()
         elif spec.role == "router":
             config = RouterConfig(declared=True, **self.spec.router)
-            after_s = min(_ROUTER_STARTS_S, self.spec.instance.start_s)
+            after_s = min(self.router_starts_s, self.spec.instance.start_s)
             what = SimRouter(self.network.host(spec.name), PORT, config, TOKEN, after_s=after_s)
         else:
             process, kind = self.network.host(spec.name).process(spec.name), self.spec.instance_of(spec.role)
@@ -397,7 +399,7 @@ class FleetWorld(World):
             controller.ledger.delete()
         self.run_until(
             lambda: not (self.started or any(controller.is_running for controller in self._controllers)),
-            _READY_TIMEOUT_S,
+            self.ready_timeout_s,
         )
         return (
             super().end() and not any(process.tasks() for process in members if process.is_alive) and not self.started

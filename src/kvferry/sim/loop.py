@@ -35,8 +35,6 @@ EPOCH_S = 1_700_000_000.0
 """The wall clock's time at the beginning of a simulation."""
 _LAST_EVENTS = 256
 _LINES_AT_ONCE = 64
-_MIN_TIMERS = 256
-_MIN_TASKS = 256
 _MAX_CLOSES = 8
 """Max number of attempts to close a coroutine that awaits something while it ends."""
 
@@ -76,13 +74,15 @@ class EventLog:
 class SimProcess:
     """A simulated process on a host; its loops end together. `name` is for the log."""
 
+    min_tasks = 256
+
     def __init__(self, simulation: Simulation, host: SimHost, name: str) -> None:
         self.simulation, self.host, self.name = simulation, host, name
         self.number = len(simulation.processes)
         self.is_alive = True
         self.stalled_until = 0.0
         self._tasks: dict[SimTask, None] = {}
-        self._num_tasks_kept = _MIN_TASKS
+        self._num_tasks_kept = self.min_tasks
         self.on_end: dict[object, Callable[[], None]] = {}
         """Callbacks at its end, by owner: its connections and listeners."""
 
@@ -92,7 +92,7 @@ class SimProcess:
         """Keep a task for `SimLoop.create_task` until it is done, and then until many are."""
         self._tasks[task] = None
         if len(self._tasks) > self._num_tasks_kept:
-            self._num_tasks_kept = _MIN_TASKS + 2 * len(self.tasks())
+            self._num_tasks_kept = self.min_tasks + 2 * len(self.tasks())
 
     def tasks(self) -> list[SimTask]:
         """All tasks that are not done, in the order of their start. The others are dropped, so that their unretrieved
@@ -129,6 +129,8 @@ class SimProcess:
 
 class Simulation:
     """Owns the virtual time, the timers, the ready callbacks of all loops, and the random numbers."""
+
+    min_timers = 256
 
     def __init__(self, seed: int, *, keep_log: bool = False, has_log: bool = True) -> None:
         self.seed = seed
@@ -178,7 +180,7 @@ class Simulation:
     def timer_cancelled(self) -> None:
         """Count a cancelled timer. When most timers are cancelled, these are dropped: some are far in the future."""
         self._num_cancelled += 1
-        if self._num_cancelled > _MIN_TIMERS and 2 * self._num_cancelled > len(self._timers):
+        if self._num_cancelled > self.min_timers and 2 * self._num_cancelled > len(self._timers):
             self._timers = [timer for timer in self._timers if not timer[3]._cancelled]
             heapify(self._timers)
             self._num_cancelled = 0

@@ -21,7 +21,6 @@ from kvferry.store.threads import MAX_LEFT, Stop, ThreadCall, Threads
 from kvferry.transport.transfer_loop import TransferLoop
 
 Result = TypeVar("Result")
-_NOTHING_S = 1e-9
 _Computing = tuple[float, int, Callable[[], object]]
 """`SimCore._served_s` at its end, its number, and the callback."""
 
@@ -72,6 +71,8 @@ class SimTransferLoop(TransferLoop):
 class SimCore:
     """A core that several threads share: if `n` of them compute, each takes `n` times as long. `loop`: outside of all
     processes."""
+
+    nothing_s = 1e-9
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
@@ -136,7 +137,7 @@ class SimCore:
         self._timer = None
         self._update_served()
         finished = []
-        while self._ends and self._ends[0][0] <= self._served_s + _NOTHING_S:
+        while self._ends and self._ends[0][0] <= self._served_s + self.nothing_s:
             finished.append(heappop(self._ends)[2])
         self._set_timer()
         for on_done in finished:

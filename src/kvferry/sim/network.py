@@ -27,8 +27,6 @@ from kvferry.sim.machine import SimCore
 WINDOW_BYTES = 256 * 1024
 HIGH_WATER_BYTES = 64 * 1024
 BACKLOG = 2048
-CONNECT_S = 127.0
-"""Seconds after which Linux gives up a connection attempt without an answer."""
 _FIRST_PORT = 32768
 _Mark = Literal["end", "reset"]
 _END: Final = "end"
@@ -434,6 +432,9 @@ class SimTransport(asyncio.Transport):
 class Network:
     """All hosts, and the links between them."""
 
+    connect_s = 127.0
+    """Seconds after which Linux gives up a connection attempt without an answer."""
+
     def __init__(self, simulation: Simulation, spec: NetworkSpec) -> None:
         self.simulation, self.spec = simulation, spec
         self.hosts: dict[str, SimHost] = {}
@@ -470,7 +471,7 @@ class Network:
             await asyncio.sleep(self.arrival(source, target, 0) - loop.time())
             if target.is_up and not self.is_partitioned(source, target):
                 break
-            if loop.time() - begun > CONNECT_S:
+            if loop.time() - begun > self.connect_s:
                 raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
             await asyncio.sleep(1.0)  # TCP retransmits
         listener = target.listeners.get(port)

@@ -21,8 +21,6 @@ from kvferry.sim.targets import Targets
 from kvferry.sim.traffic import Arrival, TracePrompt
 from kvferry.sim.world import RequestResult, RequestSpec, World, WorldSpec
 
-_SAMPLE_INTERVAL_S = 0.1
-"""Virtual seconds between two samples of the KV cache usage, and between two reports of progress."""
 _REASONS = 3
 _OF_STORES = ("stored", "loaded", "evicted")
 _MAX_REASON = 200
@@ -149,6 +147,9 @@ class TraceReplay:
     """One run of a trace. `fleet`: its controller starts and reconciles it; None: the instances of `spec` run all the
     time. `on_sample`: called with the world ten times a virtual second, and may change the fleet's spec."""
 
+    sample_interval_s = 0.1
+    """Virtual seconds between two samples of the KV cache usage, and between two reports of progress."""
+
     def __init__(
         self,
         spec: WorldSpec,
@@ -228,7 +229,7 @@ class TraceReplay:
         last, until = 0, first_s + self._arrivals[-1].at_s + self._spec.request_timeout_s
         while not world.is_done and world.simulation.now < until:
             before = world.simulation.now
-            world.run_until(lambda: world.is_done, _SAMPLE_INTERVAL_S)
+            world.run_until(lambda: world.is_done, self.sample_interval_s)
             self._sample(world, world.simulation.now - before)
             self._on_sample(world)
             if (seen := world.num_ended + len(world.gaps_s)) != last:  # there is progress

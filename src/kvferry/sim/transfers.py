@@ -26,8 +26,6 @@ from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.memory import BlockGeometry, BlockMemory, Span
 
 _MAX_UNREAD_BYTES = 256 * 1024
-_POLL_S = 0.05
-"""Seconds between two checks of a read that a partition has ended."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +249,9 @@ class SimFabric(Fabric):
 class SimFabricPeer(FabricPeer):
     """The memory of one other instance."""
 
+    poll_s = 0.05
+    """Seconds between two checks of a read that a partition has ended."""
+
     def __init__(self, network: Network, remote: SimMemory, local: SimMemory) -> None:
         self._network, self._remote, self._local = network, remote, local
 
@@ -278,7 +279,7 @@ class SimFabricPeer(FabricPeer):
             for pause_s, part in parts:
                 await asyncio.sleep(pause_s)
                 while self._network.is_partitioned(source, target) or not source.is_up:  # noqa: ASYNC110 - there is no event for it
-                    await asyncio.sleep(_POLL_S)
+                    await asyncio.sleep(self.poll_s)
                 self.require_going(deadline)
                 if not self._remote.process.is_alive:
                     raise PeerLost("the peer's process has ended")

@@ -37,8 +37,6 @@ from kvferry.sim.times import StoreTimes
 TOKEN = "a secret of the simulated deployment"
 PORT = 8000
 _JSON = [(b"content-type", b"application/json")]
-_ENDS_S = 90.0
-"""Max seconds of a shutdown."""
 _COLLECT_EVERY = 200_000
 """Callbacks between two garbage collections, so that each run has them at the same points."""
 
@@ -120,6 +118,9 @@ class RequestResult:
 
 class World:
     """One deployment in one simulation. Use it in `running`."""
+
+    ends_s = 90.0
+    """Max seconds of a shutdown."""
 
     def __init__(self, spec: WorldSpec, seed: int, *, keep_log: bool = False) -> None:
         self.spec = spec
@@ -381,7 +382,7 @@ class World:
             if instance.process.is_alive:
                 self.clients.call_soon(instance.stop)
         living = [instance.process for instance in self.instances if instance.process.is_alive]
-        self.run_until(lambda: not (self.network.num_open or any(process.tasks() for process in living)), _ENDS_S)
+        self.run_until(lambda: not (self.network.num_open or any(process.tasks() for process in living)), self.ends_s)
         return not any(process.tasks() for process in living)
 
 

@@ -29,8 +29,6 @@ from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.machine import usable_memory
 from kvferry.core.private_folder import private_folder
 
-LOCK_S = 2.0
-LOCK_POLL_S = 0.0002
 _DIRTY_AT = 8
 """Offset of the byte that is 1 while a holder of the lock works. The 8 bytes before it are the caller's."""
 RESERVED_BYTES = 16
@@ -40,6 +38,9 @@ RESERVED_BYTES = 16
 class Arena:
     """A segment of `num_bytes`, attached under `name`, which must be usable as a file name. Processes that give another
     size get another segment. `buffer`: all of it. Any thread."""
+
+    lock_poll_s = 0.0002
+    lock_s = 2.0
 
     def __init__(self, name: str, num_bytes: int) -> None:
         """Attach to the segment, or create it. Raises `ConfigError` if the machine does not have that much free memory,
@@ -61,9 +62,9 @@ class Arena:
         """Hold the lock, which excludes all threads and processes. Yields whether the last holder died while it held
         the lock.
 
-        Raises `StoreError` if the lock is not free within `LOCK_S`, or after `close`.
+        Raises `StoreError` if the lock is not free within `lock_s`, or after `close`.
         """
-        if not self._thread_lock.acquire(timeout=LOCK_S):
+        if not self._thread_lock.acquire(timeout=self.lock_s):
             raise StoreError("the memory store is busy")
         try:
             if self.is_closed:
@@ -116,11 +117,11 @@ class Arena:
         """The attached processes as (pid, descriptor), without those that have died. Excludes other processes that
         attach or detach; the caller may append to the list."""
         with _open_members(self._path) as file:
-            deadline = SYSTEM_CLOCK.monotonic() + LOCK_S
+            deadline = SYSTEM_CLOCK.monotonic() + self.lock_s
             while not _try_lock(file.fileno()):
                 if SYSTEM_CLOCK.monotonic() > deadline:
                     raise ConfigError(f"{self._path} is locked by another process")
-                time.sleep(LOCK_POLL_S)
+                time.sleep(self.lock_poll_s)
             # A process that was killed while it wrote may have left a torn line.
             lines = re.findall(r"^(\d{1,9}) (\d{1,9})$", file.read(), re.MULTILINE)
             members = [
@@ -164,11 +165,11 @@ class Arena:
         return descriptor
 
     def _lock(self) -> None:
-        deadline = SYSTEM_CLOCK.monotonic() + LOCK_S
+        deadline = SYSTEM_CLOCK.monotonic() + self.lock_s
         while not _try_lock(self._descriptor):
             if SYSTEM_CLOCK.monotonic() > deadline:
                 raise StoreError("another process holds the lock of the memory store and does not release it")
-            time.sleep(LOCK_POLL_S)
+            time.sleep(self.lock_poll_s)
 
 
 @cache

@@ -1,7 +1,7 @@
 """The circuit breaker of a tier: after a failure the tier is not used until a probe in the background succeeds.
 
-Requests never test whether a tier works again; the probe does. A hung probe is abandoned after `PROBE_S`, and the next
-one follows.
+Requests never test whether a tier works again; the probe does. A hung probe is abandoned after
+`Breaker.probe_s`, and the next one follows.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 2.0
 """Seconds between two probes; the pause doubles with each that fails."""
-PROBE_S = 10.0
-"""Maximum seconds for one probe; a probe within them may still fail because its answer was too late."""
 
 
 class Breaker:
     """The breaker of one tier, on one event loop. Owns the task that probes the tier. `url` is for the log. `probe`
     returns if the tier answers as it should, and raises anything if it does not."""
+
+    probe_s = 10.0
+    """Maximum seconds for one probe; a probe within them may still fail because its answer was too late."""
 
     def __init__(self, url: str, probe: Callable[[], Awaitable[None]]) -> None:
         self._url, self._probe = url, probe
@@ -57,7 +58,7 @@ class Breaker:
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             try:
-                async with asyncio.timeout(PROBE_S):
+                async with asyncio.timeout(self.probe_s):
                     await self._probe()
                 break
             except (TimeoutError, KvferryError) as error:

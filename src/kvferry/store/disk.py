@@ -21,9 +21,6 @@ from kvferry.store.access import FileAccess
 from kvferry.store.record import read_exactly, write_all
 
 TEMPORARY_SUFFIX = ".tmp"
-STALE_TEMPORARY_S = 3600.0
-"""Age at which a temporary file of another machine counts as left behind; one of this machine does when its process is
-gone."""
 TOUCH_S = 60.0
 """A file's modification time is renewed by a read only if it is older than this, to spare the disk."""
 
@@ -37,6 +34,10 @@ class Disk:
 
     Paths are plain strings where blocks are read and written: a `Path` takes longer to make than some of the calls.
     """
+
+    stale_temporary_s = 3600.0
+    """Age at which a temporary file of another machine counts as left behind; one of this machine does when its
+    process is gone."""
 
     def make_folder(self, path: Path, access: FileAccess) -> None:
         """Make a directory and its missing parents."""
@@ -149,7 +150,7 @@ class Disk:
         machine, pid = path.name.split(".")[-4:-2] if path.name.count(".") >= 4 else ("", "")
         if machine == _machine() and pid.isdigit():
             return not Path(f"/proc/{pid}").exists()
-        return SYSTEM_CLOCK.wall() - modified_s > STALE_TEMPORARY_S
+        return SYSTEM_CLOCK.wall() - modified_s > self.stale_temporary_s
 
 
 DISK = Disk()

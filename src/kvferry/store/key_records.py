@@ -29,9 +29,6 @@ NAME_BYTES = 16
 """Bytes of each block hash in a list."""
 NAMES_PER_NOTE = 960
 """Block hashes in one note: every store has room for a note of this length."""
-MAX_PAGES = 4096
-SKEW_S = 60.0
-"""Maximum difference between the clocks of two machines (s)."""
 _CODE_BYTES = 16
 Content = TypeVar("Content", bound=msgspec.Struct)
 
@@ -106,6 +103,10 @@ def make_record(
 class KeyNotes:
     """The names and contents of the notes of keys. `token`: the fleet's; empty: it has none."""
 
+    skew_s = 60.0
+    """Maximum difference between the clocks of two machines (s)."""
+    max_pages = 4096
+
     def __init__(self, token: str) -> None:
         self._secret = derive(token, "keys")
 
@@ -127,9 +128,9 @@ class KeyNotes:
         """The record in a note; None if it has expired. Raises `BadKeyRecord`."""
         record = self._open(name, note, KeyRecord)
         sizes = (record.num_blocks, record.first, record.block_size, record.num_tokens, record.tp_size)
-        if min(sizes) < 0 or not 0 <= record.num_pages <= MAX_PAGES or len(record.names) % NAME_BYTES:
+        if min(sizes) < 0 or not 0 <= record.num_pages <= self.max_pages or len(record.names) % NAME_BYTES:
             raise BadKeyRecord("a key's record has impossible numbers")
-        return record if now_s <= record.expires_s + SKEW_S else None
+        return record if now_s <= record.expires_s + self.skew_s else None
 
     def open_page(self, name: str, note: bytes, record: KeyRecord) -> list[bytes]:
         """The beginnings of the block hashes on a further page. Raises `BadKeyRecord`."""

@@ -18,8 +18,6 @@ from kvferry.core.errors import StoreError
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 2.0
-"""Maximum seconds that `close` waits for running calls."""
 MAX_LEFT = 16
 """Maximum number of threads that may be left behind in calls; while there are that many, no other call is made."""
 Result = TypeVar("Result")
@@ -71,6 +69,9 @@ class ThreadCall:
 class Threads:
     """At most `number` threads for calls that are awaited, started when they are needed; `name` begins their names."""
 
+    close_s = 2.0
+    """Maximum seconds that `close` waits for running calls."""
+
     def __init__(self, number: int, name: str) -> None:
         self._number, self._name = number, name
         self._changed = threading.Condition()
@@ -97,11 +98,11 @@ class Threads:
             raise
 
     def close(self) -> None:
-        """Take no other call, and end the threads when all calls are made, or in `CLOSE_S`."""
+        """Take no other call, and end the threads when all calls are made, or in `close_s`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._num_threads <= self._num_left, CLOSE_S)
+            self._changed.wait_for(lambda: self._num_threads <= self._num_left, self.close_s)
             while self._calls:
                 self._calls.popleft().future.cancel()
             if self._num_threads:

@@ -26,23 +26,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-MIN_BYTES_PER_S = 64 * 2**20
-"""Blocks may take the time that this rate allows, in addition to the deadline: KV that comes more slowly is hardly
-worth loading."""
-PUT_S = 5.0
-"""Minimum deadline of a put, for which no request waits."""
-LOOKUP_S = 0.002
-"""Seconds to look up one block, as on a disk with cold caches, in addition to the deadline."""
 WATCHDOG_SHARE = 0.25
 """Part of the deadline after which a tier that is busy with blocks gets a small request, to detect one that hangs."""
-MAX_PROBED = 32
-"""Blocks that are read again to find out whether the tier is still too slow."""
-LOOP_CLOSE_S = 1.0
-"""Seconds that `close` waits for a separate loop to end; a loop in a call that does not return is left behind."""
-RETRY_S = 0.5
-"""Seconds before a refused put or note is retried."""
-GRACE_S = 0.1
-"""A timer that fires this much too late shows that this machine is busy, and not that the store is slow."""
 NO_BLOCK: BlockHash = bytes(32)
 """A hash that no block has, to probe whether the store answers."""
 
@@ -58,6 +43,20 @@ class RefusedWrites:
 
 class Tier:
     """A store with its deadline (seconds for one call, besides the time that blocks take). Used on one event loop."""
+
+    retry_s = 0.5
+    """Seconds before a refused put or note is retried."""
+    loop_close_s = 1.0
+    """Seconds that `close` waits for a separate loop to end; a loop in a call that does not return is left behind."""
+    max_probed = 32
+    """Blocks that are read again to find out whether the tier is still too slow."""
+    lookup_s = 0.002
+    """Seconds to look up one block, as on a disk with cold caches, in addition to the deadline."""
+    put_s = 5.0
+    """Minimum deadline of a put, for which no request waits."""
+    min_bytes_per_s = 64 * 2**20
+    """Blocks may take the time that this rate allows, in addition to the deadline: KV that comes more slowly is hardly
+    worth loading."""
 
     def __init__(self, name: str, url: str, store: KVStore, deadline_s: float) -> None:
         """`name`: its number in the list, from 0, and its scheme: `1 (file)`. `url`: without its password, for the
@@ -133,7 +132,7 @@ class Tier:
             await self._call(self.store.close)
         finally:
             if self._separate_loop is not None:
-                self._separate_loop.close(LOOP_CLOSE_S)
+                self._separate_loop.close(self.loop_close_s)
 
     async def _call(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Make a call of the store. On a separate loop, the call is left behind when this is cancelled."""
@@ -154,12 +153,12 @@ class Tier:
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
         """`KVStore.match`; 0 where `ask` returns `default`."""
-        limit_s = self.deadline_s + len(hashes) * LOOKUP_S
+        limit_s = self.deadline_s + len(hashes) * self.lookup_s
         return await self._ask(partial(self.store.match, hashes), 0, limit_s, is_busy=bool(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         """`KVStore.get`; all False where `ask` returns `default`."""
-        self._last_reads = [read.block_hash for read in reads[:MAX_PROBED]]
+        self._last_reads = [read.block_hash for read in reads[: self.max_probed]]
         num_bytes = self.store.layout.block_bytes * len(reads)
         copies = [] if self.store.ends_calls else [Read(read.block_hash, _buffers_like(read.into)) for read in reads]
         call = partial(self.store.get, copies or reads)
@@ -182,7 +181,7 @@ class Tier:
         if not blocks:
             return []
         num_bytes = self.store.layout.block_bytes * len(blocks)
-        all_dropped, limit_s = [Put.DROPPED] * len(blocks), max(self.deadline_s, PUT_S)
+        all_dropped, limit_s = [Put.DROPPED] * len(blocks), max(self.deadline_s, self.put_s)
         outcomes = await self._ask(partial(self._put, blocks), all_dropped, limit_s, num_bytes)
         dropped = (block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Put.DROPPED)
         self._set_refused(RefusedWrites(next(dropped, None), self._refused.note))
@@ -237,7 +236,7 @@ class Tier:
 
     async def _retry_refused(self) -> None:
         while not self.takes:
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self.retry_s)
             if self.is_up and self._refused.block is not None:
                 await self.put([self._refused.block])
             if self.is_up and self._refused.note is not None:
@@ -258,7 +257,7 @@ class Tier:
         if self.breaker.is_open:
             return default
         self._moving_bytes += num_bytes
-        late_timer = _LateTimer(self, limit_s + self._moving_bytes / MIN_BYTES_PER_S)
+        late_timer = _LateTimer(self, limit_s + self._moving_bytes / self.min_bytes_per_s)
         watchdog = asyncio.create_task(self._watch()) if num_bytes or is_busy else None
         try:
             async with asyncio.timeout(None) as timeout:
@@ -312,7 +311,7 @@ class Tier:
         if reads:
             await self._call(partial(self.store.get, reads))
         num_bytes = len(reads) * self.store.layout.block_bytes
-        if loop.time() - started > self.deadline_s + num_bytes / MIN_BYTES_PER_S:
+        if loop.time() - started > self.deadline_s + num_bytes / self.min_bytes_per_s:
             raise StoreError("it answers, but too late")
 
 
@@ -330,6 +329,9 @@ def _retrieve_error(task: asyncio.Task[None]) -> None:
 class _LateTimer:
     """Reports to a tier that a call is late, at the moment its deadline passes, even if the call itself ends later."""
 
+    grace_s = 0.1
+    """A timer that fires this much too late shows that this machine is busy, and not that the store is slow."""
+
     def __init__(self, tier: Tier, limit_s: float) -> None:
         self._tier, self._limit_s, self._loop = tier, limit_s, asyncio.get_running_loop()
         self._due = self._loop.time() + limit_s
@@ -337,8 +339,8 @@ class _LateTimer:
 
     def _expire(self) -> None:
         now = self._loop.time()
-        if now > self._due + GRACE_S:  # the answer may be there, and this loop had no time to read it
-            self._due = now + GRACE_S
+        if now > self._due + self.grace_s:  # the answer may be there, and this loop had no time to read it
+            self._due = now + self.grace_s
             self._timer = self._loop.call_at(self._due, self._expire)
         else:
             self._tier.mark_late(self._limit_s)

@@ -19,18 +19,19 @@ from kvferry.store.tier import Tier
 
 log = logging.getLogger(__name__)
 
-MAX_COPY_BYTES = 256 * 2**20
-"""Maximum bytes of blocks in copies between tiers; beyond it, nothing is promoted or prefetched."""
-MAX_DIRTY = 65536
-"""Maximum number of blocks that wait to be copied to lower tiers; beyond it, blocks stay in the first tier only."""
 BATCH_BLOCKS = 16
 """Blocks in one batch of copies."""
-SETTLE_S = 30.0
-"""Maximum seconds that a note waits for the blocks that were put before it to reach the lower tiers."""
 
 
 class TierCopies:
     """Copies between `tiers`, the fastest first. `count` adds to the store's counters, by name. One event loop."""
+
+    settle_s = 30.0
+    """Maximum seconds that a note waits for the blocks that were put before it to reach the lower tiers."""
+    max_dirty = 65536
+    """Maximum number of blocks that wait to be copied to lower tiers; beyond it, blocks stay in the first tier only."""
+    max_copy_bytes = 256 * 2**20
+    """Maximum bytes of blocks in copies between tiers; beyond it, nothing is promoted or prefetched."""
 
     def __init__(self, tiers: Sequence[Tier], layout: KVLayout, count: Callable[..., None]) -> None:
         self._tiers, self._layout, self._count = tiers, layout, count
@@ -38,7 +39,7 @@ class TierCopies:
         self._moving_bytes = 0
         self._moving: set[BlockHash] = set()
         """Blocks that are being promoted or prefetched."""
-        self._dirty: asyncio.Queue[BlockHash] = asyncio.Queue(MAX_DIRTY)
+        self._dirty: asyncio.Queue[BlockHash] = asyncio.Queue(self.max_dirty)
         self._parents: dict[BlockHash, BlockHash | None] = {}
         """The parent of each block in `_dirty`, or in the batch that is being flushed."""
         self._flusher: asyncio.Task[None] | None = None
@@ -73,7 +74,7 @@ class TierCopies:
                 self._count(promoted_blocks=outcomes.count(Put.STORED))
 
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
-        """Copy the blocks that only lower tiers have to the first tier, as far as `MAX_COPY_BYTES` allows."""
+        """Copy the blocks that only lower tiers have to the first tier, as far as `max_copy_bytes` allows."""
         first = self._tiers[0]
         for start in range(0, len(hashes), BATCH_BLOCKS):
             part = hashes[start : start + BATCH_BLOCKS]
@@ -100,7 +101,7 @@ class TierCopies:
             self._count(prefetched_blocks=outcomes.count(Put.STORED))
 
     def _may_move(self, num_blocks: int) -> bool:
-        return self._moving_bytes + num_blocks * self._layout.block_bytes <= MAX_COPY_BYTES
+        return self._moving_bytes + num_blocks * self._layout.block_bytes <= self.max_copy_bytes
 
     @contextmanager
     def _counted_as_moving(self, hashes: Sequence[BlockHash]) -> Iterator[None]:
@@ -118,7 +119,7 @@ class TierCopies:
 
     def flush_later(self, blocks: Sequence[Block]) -> None:
         """Copy these blocks, which an upper tier has just stored, to the tiers below, in the background and in order.
-        Blocks beyond `MAX_DIRTY` are counted as `unflushed_blocks`."""
+        Blocks beyond `max_dirty` are counted as `unflushed_blocks`."""
         for block in blocks:
             try:
                 self._dirty.put_nowait(block.block_hash)
@@ -129,9 +130,9 @@ class TierCopies:
             self._flusher = self._tasks.start(self._flush())
 
     async def settle(self) -> None:
-        """Wait until all blocks of `flush_later` were copied, `SETTLE_S` at most."""
+        """Wait until all blocks of `flush_later` were copied, `settle_s` at most."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(SETTLE_S):
+            async with asyncio.timeout(self.settle_s):
                 await self._dirty.join()
 
     async def _flush(self) -> None:

@@ -28,8 +28,6 @@ Handler = Callable[[Connection], Awaitable[None]]
 """Serves one authenticated connection until it ends; raises `KvferryError` to end it."""
 
 HANDSHAKE_S = 5.0
-MAX_CONNECTIONS = 1024
-"""Connections of peers that have passed the handshake."""
 MAX_UNAUTHENTICATED, MAX_UNAUTHENTICATED_PER_ADDRESS = 128, 64
 """Connections before their handshake, in all and from one address; counted separately, so that unauthenticated clients
 do not exclude peers. All instances of one machine, or behind one translated address, may dial at once."""
@@ -41,6 +39,9 @@ TLS_HANDSHAKE = 0x16
 class Listener:
     """A bound port, and this instance's identity for others. Register handlers with `handle`, then run `serve` on the
     instance's `TransferLoop`."""
+
+    max_connections = 1024
+    """Connections of peers that have passed the handshake."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class Listener:
         """True if another connection from this address must be refused."""
         num_unauthenticated = self._unauthenticated.total()
         return (
-            self._num_open - num_unauthenticated >= MAX_CONNECTIONS
+            self._num_open - num_unauthenticated >= self.max_connections
             or num_unauthenticated >= MAX_UNAUTHENTICATED
             or self._unauthenticated[host] >= MAX_UNAUTHENTICATED_PER_ADDRESS
         )

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from fake_engine import FakeEngine, FakeRequest, consumed, produced
 
-from kvferry.connectors.kv_store.markers import MARKER_S, SKEW_S, BadMarker, Marker, Markers
+from kvferry.connectors.kv_store.markers import MARKER_S, BadMarker, Marker, Markers
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeaseEnded, ProtocolError, StoreError, TransferTimeout
 from kvferry.core.messages.hand_off import Ticket
@@ -165,8 +165,8 @@ def test_a_marker_whose_time_is_over_is_none(make: Make, server: ValkeyServer) -
 
     found = read(time.time())
     assert found is not None
-    assert read(found.expires_s + SKEW_S) == found
-    assert read(found.expires_s + SKEW_S + 1) is None
+    assert read(found.expires_s + Markers.skew_s) == found
+    assert read(found.expires_s + Markers.skew_s + 1) is None
     loop.submit(store.close()).result(20)
     loop.close()
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvferry.connectors.kv_store.load_policy import STALE_S, LinearCost, LoadMode, LoadPolicy
+from kvferry.connectors.kv_store.load_policy import LinearCost, LoadMode, LoadPolicy
 from kvferry.store.block_run import BlockRun, part_of
 
 BLOCK_BYTES, BLOCK_TOKENS = 1000, 10
@@ -63,7 +63,7 @@ def test_nothing_is_left_out_before_it_was_measured_and_all_is_tried_again() -> 
     assert decided(LoadPolicy(BLOCK_BYTES, BLOCK_TOKENS), [BlockRun(0, 9)]) == (LoadMode.LOAD, 0, 9)
     policy = policy_of(token_s=0.0001, tiers={0: (1.0, 0.1)})
     assert decided(policy, [BlockRun(1, 9)]) == (LoadMode.LOAD, 0, 9), "a tier that was never read from"
-    assert decided(policy, [BlockRun(0, 9)], now=STALE_S + 1) == (LoadMode.LOAD, 0, 9)
+    assert decided(policy, [BlockRun(0, 9)], now=LoadPolicy.stale_s + 1) == (LoadMode.LOAD, 0, 9)
 
 
 def test_an_estimate_is_never_beaten_by_a_way_that_it_left_out() -> None:

@@ -394,7 +394,7 @@ def test_many_markers_are_waited_for_at_once(loop: TransferLoop) -> None:
 
 
 def test_a_look_that_never_ends_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.connectors.kv_store.prober.PROBE_S", 0.05)
+    monkeypatch.setattr("kvferry.connectors.kv_store.prober.Prober.probe_s", 0.05)
     store = HeldStore()
     prober = make_prober(store)
     prober.start_lookup("r", StoreLookup([b"a"]))

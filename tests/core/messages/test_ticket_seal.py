@@ -10,7 +10,7 @@ import pytest
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import AuthenticationFailed, InvalidRequest, LeaseEnded, ProtocolError
 from kvferry.core.messages.hand_off import Consume, PrefillResult, Ticket, TokenLogprobs, parse_hand_off
-from kvferry.core.messages.ticket_seal import SKEW_S, TicketSealer
+from kvferry.core.messages.ticket_seal import TicketSealer
 
 
 def make_ticket(**more: Any) -> Ticket:
@@ -54,7 +54,7 @@ def test_it_holds_for_its_lease() -> None:
     clock = ManualClock(1000.0)
     sealer = TicketSealer("ours", clock)
     ticket = sealer.seal(make_ticket(), 30.0)
-    clock.advance(30.0 + SKEW_S)
+    clock.advance(30.0 + TicketSealer.skew_s)
     assert sealer.refusal(ticket) is None
     clock.advance(1.0)
     assert isinstance(sealer.refusal(ticket), LeaseEnded)

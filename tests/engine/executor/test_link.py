@@ -63,7 +63,7 @@ def test_strangers_keep_nobody_out(
     ours = gathering(in_thread, listener)
     where = listener.address.split(":")
     with ExitStack() as strangers:
-        for number in range(link.MAX_HANDSHAKES + 4):
+        for number in range(link.RankListener.max_handshakes + 4):
             one = strangers.enter_context(socket.create_connection((where[0], int(where[1]))))
             one.sendall(b"" if number % 2 else b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises(ConfigError, match="it refuses this rank: it does not hold the same KVFERRY_AUTH_TOKEN"):

@@ -13,7 +13,7 @@ from kvferry.engine.executor.rank_process import CONSEQUENCE, Losses
 
 @pytest.fixture(autouse=True)
 def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_process, "CAUSE_S", 0.5)
+    monkeypatch.setattr(rank_process.Losses, "cause_s", 0.5)
 
 
 def test_a_cause_that_becomes_known_later_is_told_before_its_consequence() -> None:

@@ -173,7 +173,7 @@ class Endless:
 async def test_what_is_to_be_done_last_has_no_longer_than_requests_have(
     by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "_MIN_CLEANUP_S", 0.0)
+    monkeypatch.setattr(http_server.HttpServer, "min_cleanup_s", 0.0)
     async with running(Handlers(), shutdown_grace_s=0.1 if by == "grace" else 600.0) as served:
         pass
     if by == "signal before":

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvferry.core.messages.traffic import FleetPlan
-from kvferry.router.choice.disaggregation import MIN_HAND_OFFS
+from kvferry.router.choice.disaggregation import Threshold
 from kvferry.router.choice.policies.base import Options, PromptTraits
 from kvferry.testing.policy import Fleet, prompt
 
@@ -34,7 +34,7 @@ def test_nothing_is_kept_together_before_enough_was_measured() -> None:
     fleet = Fleet("cost", 1, 1, fixed=None)
     assert fleet.threshold.tokens == 0
     assert fleet.choose(prompt(1)).reason == "split"
-    for number in range(MIN_HAND_OFFS):
+    for number in range(Threshold.min_hand_offs):
         fleet.estimates.hand_off.add(number, 1.0)
     assert fleet.threshold.tokens > 0
     assert fleet.choose(prompt(2)).reason == "short_prompt"

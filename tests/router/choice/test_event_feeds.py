@@ -120,7 +120,7 @@ async def test_a_feed_that_ended_in_an_error_is_followed_again(monkeypatch: Any)
                 raise OverflowError("nobody thought of this")
 
     monkeypatch.setattr(event_feeds, "follow", follow)
-    monkeypatch.setattr(event_feeds, "_RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(event_feeds.EventFeeds, "retry_delay_s", 0.01)
     with publishing() as publisher:
         p = Peer("prefill", ticket, facts={**CONCURRENT, "kv_events": vars(publisher.addresses)})
         d = Peer("decode", answer, facts=DECODE)

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {"hand_off": "concurrent", "busy_wait_s": 20.0, "disa
 
 @pytest.fixture(autouse=True)
 def connections_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.instances.connections._IDLE_CONNECTION_S", 60.0)
+    monkeypatch.setattr("kvferry.router.instances.connections.Connections.idle_connection_s", 60.0)
 
 
 async def post(url: str, **more: Any) -> tuple[int, bytes]:

@@ -123,7 +123,9 @@ async def test_what_cannot_be_taken_off_again_is_not_asked_for(fields: dict[str,
 async def test_an_instance_that_is_gone_keeps_no_other_from_keeping(
     alive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.router.instances.health._NEW_INSTANCE_POLL_S", 60.0)  # nobody looks at it meanwhile
+    monkeypatch.setattr(
+        "kvferry.router.instances.health.Health.new_instance_poll_s", 60.0
+    )  # nobody looks at it meanwhile
     async with fleet(health_interval_s=60) as (router, url, _ps, d), unused_address() as nobody:
         other = router.services.pools.decode.add(nobody)  # nobody knows what it is
         if not alive:

@@ -15,7 +15,7 @@ from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.base import Put
 from kvferry.store.media.lmcache import LMCacheStore
 from kvferry.store.media.lmcache_client import DamagedValue, LMCacheClient, _request
-from kvferry.store.media.lmcache_sets import MAX_INDEX_BYTES, LMCacheSlot, SlotAddress
+from kvferry.store.media.lmcache_sets import LMCacheSets, LMCacheSlot, SlotAddress
 from kvferry.store.table import find_store, find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, StoreContract, block_of, fetch, name_of, names_of
@@ -108,7 +108,7 @@ async def test_a_pin_while_another_store_puts_is_not_lost(port: int, monkeypatch
         send = puts.client.put
 
         async def slow(values: Sequence[tuple[str, bytes]]) -> None:
-            if any(len(value) > MAX_INDEX_BYTES or "@1@0@" not in key for key, value in values):
+            if any(len(value) > LMCacheSets.max_index_bytes or "@1@0@" not in key for key, value in values):
                 sending.set()
                 await pinned.wait()
             await send(values)
@@ -130,7 +130,7 @@ async def test_a_pin_while_another_store_puts_is_not_lost(port: int, monkeypatch
 
 
 async def test_of_one_set_the_block_used_longest_ago_goes(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.store.media.lmcache.TOUCH_S", 0.0)
+    monkeypatch.setattr("kvferry.store.media.lmcache.LMCacheStore.touch_s", 0.0)
     async with store_at(port, "?max_bytes=20002") as store:
         for index in range(store.sets.ways):
             await store.put([block_of(index)])

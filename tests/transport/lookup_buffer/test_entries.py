@@ -5,7 +5,7 @@ from kv_support import make_layout
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError
-from kvferry.transport.lookup_buffer.entries import MAX_ENDED_KEYS, Cursor, EntryBounds, EntryTable
+from kvferry.transport.lookup_buffer.entries import Cursor, EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.messages import News, Part
 from kvferry.transport.memory import BlockGeometry
 
@@ -314,12 +314,12 @@ def test_a_take_and_a_drop_never_both_succeed() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     table = make_table(max_keys=1)
-    for index in range(MAX_ENDED_KEYS + 10):
+    for index in range(EntryTable.max_ended_keys + 10):
         table.open(f"k{index}")
         table.drop(f"k{index}")
         table.release(f"unknown{index}")
     assert told(table, "k0") is None
-    assert told(table, f"k{MAX_ENDED_KEYS}") == over("dropped")
+    assert told(table, f"k{EntryTable.max_ended_keys}") == over("dropped")
 
 
 def test_check_names_what_is_left() -> None:

@@ -133,7 +133,7 @@ async def test_a_killed_producer_fails_all_its_hand_offs_at_once(
 async def test_a_stopped_producer_is_waited_for_once(
     make_region: Callable[..., BlockRegion], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "ANSWER_S", 0.5)
+    monkeypatch.setattr(peers.Peer, "answer_s", 0.5)
     producer, clock = ProducerProcess(transport), asyncio.get_running_loop()
     for key in ("begun", "later"):
         producer.tell("open", key)
@@ -150,7 +150,7 @@ async def test_a_stopped_producer_is_waited_for_once(
             begun = clock.time()
             with pytest.raises(TransferTimeout):
                 await consumer.drop_select(replaced(want, key=key))
-            assert clock.time() - begun < 2 * peers.RECONNECT_S  # of the 60 s that it may take
+            assert clock.time() - begun < 2 * peers.PeerPool.reconnect_s  # of the 60 s that it may take
         os.kill(producer.process.pid, signal.SIGCONT)
         producer.tell("seal", "later")
         assert (await consumer.drop_select(replaced(want, key="later"))).meta == b"meta"
@@ -160,7 +160,7 @@ async def test_a_stopped_producer_is_waited_for_once(
 async def test_a_producer_without_news_is_not_lost(
     make_region: Callable[..., BlockRegion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "ANSWER_S", 0.5)
+    monkeypatch.setattr(peers.Peer, "answer_s", 0.5)
     async with instance(make_region(seed=1)) as (producer, source), instance(make_region()) as (consumer, _):
         fetching = asyncio.ensure_future(consumer.drop_select(Want("k", source, [0], soon(60))))
         await until(lambda: source in consumer.pool.peers)

@@ -29,12 +29,6 @@ from kvferry.core.errors import LeakError
 
 log = logging.getLogger(__name__)
 
-REPORT_TIMEOUT_S = 60.0
-"""If no block is reported for this many seconds, pending blocks are dropped: their connector, one of several, is
-lost."""
-MAX_BLOCKS = 2**16
-"""Maximum number of blocks about which events can be published; beyond it, the oldest are dropped."""
-
 
 @dataclass
 class _BlockState:
@@ -49,6 +43,12 @@ class _BlockState:
 class VllmBlockEvents:
     """Counts the ranks' reports about each block, and makes vLLM's events from them. Used from vLLM's scheduler thread
     only."""
+
+    max_blocks = 2**16
+    """Maximum number of blocks about which events can be published; beyond it, the oldest are dropped."""
+    report_timeout_s = 60.0
+    """If no block is reported for this many seconds, pending blocks are dropped: their connector, one of several, is
+    lost."""
 
     def __init__(self, block_size: int, num_ranks: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._block_size, self._num_ranks, self._clock = block_size, num_ranks, clock
@@ -70,7 +70,7 @@ class VllmBlockEvents:
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        while len(self._blocks) > MAX_BLOCKS and not next(iter(self._blocks.values())).num_pending:
+        while len(self._blocks) > self.max_blocks and not next(iter(self._blocks.values())).num_pending:
             self._blocks.popitem(last=False)
 
     def _stored(self, request: Any, index: int) -> BlockStored:
@@ -133,7 +133,7 @@ class VllmBlockEvents:
 
     def has_work(self) -> bool:
         """True if there are, or will be, events although no request is left."""
-        if self._num_pending and self._clock.monotonic() - self._last_report_at > REPORT_TIMEOUT_S:
+        if self._num_pending and self._clock.monotonic() - self._last_report_at > self.report_timeout_s:
             self._stop_waiting()
         return bool(self._num_pending or self._events)
 

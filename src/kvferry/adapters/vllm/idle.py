@@ -16,15 +16,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-FIRST_S = 0.001
 MAX_S = 0.02
 NUM_EMPTY_STEPS = 2
 """Steps without work before the first pause: with asynchronous scheduling, the results of as many steps are pending."""
 
 
 class IdlePause:
-    """The pauses of one engine, which double from `FIRST_S` up to `max_s`; 0: no pauses. Used from vLLM's scheduler
+    """The pauses of one engine, which double from `first_s` up to `max_s`; 0: no pauses. Used from vLLM's scheduler
     thread only."""
+
+    first_s = 0.001
 
     def __init__(self, max_s: float = MAX_S, sleep: Callable[[float], None] = time.sleep) -> None:
         self.max_s, self._sleep = max_s, sleep
@@ -54,7 +55,7 @@ class IdlePause:
         self._num_empty += 1
         doublings = self._num_empty - NUM_EMPTY_STEPS - 1
         if doublings >= 0:
-            self._sleep(min(FIRST_S * 2 ** min(doublings, 16), self.max_s))
+            self._sleep(min(self.first_s * 2 ** min(doublings, 16), self.max_s))
 
 
 @dataclass(frozen=True)

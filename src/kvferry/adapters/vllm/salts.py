@@ -29,8 +29,6 @@ from kvferry.models.digest_cache import FileState
 
 log = logging.getLogger(__name__)
 
-MAX_LOGGED = 256
-"""Maximum number of reasons that are logged; clients can cause any number."""
 _NAMED = "\0"
 """Prefix of the salt of a request that has more than a `cache_salt`."""
 
@@ -40,6 +38,9 @@ class Salts:
 
     `lora_config`: vLLM's; None: it has no adapters.
     """
+
+    max_logged = 256
+    """Maximum number of reasons that are logged; clients can cause any number."""
 
     def __init__(self, lora_config: Any = None) -> None:
         self._adapters = LoraAdapters()
@@ -66,7 +67,7 @@ class Salts:
         return None
 
     def _log_once(self, error: InvalidRequest) -> InvalidRequest:
-        if (text := str(error)) not in self._logged and len(self._logged) < MAX_LOGGED:
+        if (text := str(error)) not in self._logged and len(self._logged) < self.max_logged:
             self._logged.add(text)
             log.warning("%s", text)
         return error

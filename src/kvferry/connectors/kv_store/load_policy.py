@@ -23,13 +23,6 @@ from kvferry.store.block_run import BlockRun, part_of
 
 DECAY = 0.85
 """The weight of a measurement is multiplied by this with each newer one."""
-STALE_S = 60.0
-"""A tier that was not read from for this long (s) is tried again, since it may be faster now."""
-MAX_TIME_SHARE = 0.85
-"""Another mode than to load everything is chosen if it takes at most this share of the time, because computing delays
-other requests."""
-MIN_TO_MEET = 4
-"""With fewer blocks than this on either side, computing and loading at the same time is not worth its steps."""
 
 
 class LoadMode(Enum):
@@ -106,6 +99,14 @@ class LinearCost:
 class LoadPolicy:
     """Keeps measurements, and decides by them. `block_bytes` and `block_tokens`: the size of one block."""
 
+    min_to_meet = 4
+    """With fewer blocks than this on either side, computing and loading at the same time is not worth its steps."""
+    max_time_share = 0.85
+    """Another mode than to load everything is chosen if it takes at most this share of the time, because
+    computing delays other requests."""
+    stale_s = 60.0
+    """A tier that was not read from for this long (s) is tried again, since it may be faster now."""
+
     def __init__(self, block_bytes: int, block_tokens: int) -> None:
         self._block_bytes, self._block_tokens = block_bytes, block_tokens
         self._prefill = LinearCost()
@@ -154,7 +155,7 @@ class LoadPolicy:
             *([self._meet_decision(runs, rest_s)] if can_meet else []),
         ]
         best = min(alternatives, key=_estimate, default=load_all)
-        return best if _estimate(best) <= MAX_TIME_SHARE * _estimate(load_all) else load_all
+        return best if _estimate(best) <= self.max_time_share * _estimate(load_all) else load_all
 
     def count_decision(self, decision: LoadDecision, num_blocks: int) -> None:
         """Count a decision that is carried out, about `num_blocks` blocks."""
@@ -183,7 +184,7 @@ class LoadPolicy:
 
     def _has_fresh_samples(self, runs: Sequence[BlockRun], now: float) -> bool:
         costs = [self._cost_of(run.tier) for run in runs]
-        return self._prefill.has_samples and all(now - cost.measured_at <= STALE_S for cost in costs)
+        return self._prefill.has_samples and all(now - cost.measured_at <= self.stale_s for cost in costs)
 
     def _prefixes(self, runs: Sequence[BlockRun], num_rest_tokens: int) -> list[LoadDecision]:
         """The decisions to load the runs before each border between tiers, and to compute from there on."""
@@ -208,7 +209,7 @@ class LoadPolicy:
                 low = middle + 1
             else:
                 high = middle
-        if not MIN_TO_MEET <= low <= num_blocks - MIN_TO_MEET:
+        if not self.min_to_meet <= low <= num_blocks - self.min_to_meet:
             return LoadDecision(LoadMode.LOAD, 0, num_blocks, float("inf"))
         seconds = max(self._compute_s(low), self._load_s(_runs_from(runs, low)))
         return LoadDecision(LoadMode.MEET, low, num_blocks, seconds + rest_s)

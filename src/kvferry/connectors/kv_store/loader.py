@@ -28,8 +28,6 @@ from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)
 
-MAX_CONCURRENT_LOADS = 4
-"""Maximum number of loads that read at the same time; the others wait for their turn, within their deadlines."""
 BATCH_BLOCKS = 32
 
 
@@ -77,6 +75,9 @@ class LayerwiseStep:
 class StoreLoader:
     """Starts, cancels and counts loads. Called on the engine's thread; calls to the store run on `loop`."""
 
+    max_concurrent_loads = 4
+    """Maximum number of loads that read at the same time; the others wait for their turn, within their deadlines."""
+
     def __init__(
         self,
         store: TieredStore,
@@ -88,7 +89,7 @@ class StoreLoader:
     ) -> None:
         self._store, self._loop, self._blocks, self._num_layers = store, loop, blocks, num_layers
         self._timeout_s, self._reports = timeout_s, reports
-        self._concurrency = asyncio.Semaphore(MAX_CONCURRENT_LOADS)
+        self._concurrency = asyncio.Semaphore(self.max_concurrent_loads)
         self._loads: dict[str, _Load] = {}
         self._counts: Counter[str] = Counter()
         self._tasks = BackgroundTasks()

@@ -29,8 +29,6 @@ from kvferry.core.messages.hand_off import OTHER_PROMPT, PrefillResult, prefix_d
 from kvferry.store.tiers import TieredStore
 
 MARKER_S = 3600.0
-SKEW_S = 60.0
-"""Maximum difference between the clocks of two machines (s)."""
 HEARTBEAT_BYTES = 8
 HEARTBEAT_S, HEARTBEAT_LINGER_S = 0.1, 2.0
 """Period of a producer's heartbeats while it writes to the store, and their duration after its last write (s)."""
@@ -77,6 +75,9 @@ def mismatch_error(marker: Marker | None, tokens: Sequence[int], salt: str, layo
 class Markers:
     """Writes and reads markers. Every method raises `StoreError` when the store is unreachable."""
 
+    skew_s = 60.0
+    """Maximum difference between the clocks of two machines (s)."""
+
     def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._key, self._clock = derive(token, "markers"), clock
 
@@ -101,7 +102,7 @@ class Markers:
             marker = msgspec.msgpack.decode(note[_CODE_BYTES:], type=Marker)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadMarker(f"what is under {transfer_id!r} is no marker of a hand-off: {error}") from error
-        return marker if self._clock.wall() <= marker.expires_s + SKEW_S else None
+        return marker if self._clock.wall() <= marker.expires_s + self.skew_s else None
 
     async def remove(self, store: TieredStore, transfer_id: str, rank: int) -> None:
         """Remove a rank's marker, if it exists."""

@@ -28,13 +28,8 @@ from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)
 
-MARKER_POLL_S = 0.002
-MARKER_POLL_EACH_S = 0.00025
-CLOSE_S = 10.0
 HEARTBEAT_POLL_S, HEARTBEAT_TIMEOUT_S = 0.05, 0.4
 """Period at which a producer's heartbeat is read (s), and maximum wait for a producer without heartbeats (s)."""
-PROBE_S = 15.0
-"""Seconds for a lookup, beyond the wait for a marker: some stores, each within its own deadline."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +74,12 @@ class StoreResult:
 class Prober:
     """Called on the engine's thread; the stores are called on the prober's own thread. `make_stores` makes one store
     for each rank, in rank order."""
+
+    probe_s = 15.0
+    """Seconds for a lookup, beyond the wait for a marker: some stores, each within its own deadline."""
+    close_s = 10.0
+    marker_poll_each_s = 0.00025
+    marker_poll_s = 0.002
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class Prober:
         if self._loop is not None:
             loop, self._loop = self._loop, None
             try:
-                loop.run(self._close_stores(), CLOSE_S)
+                loop.run(self._close_stores(), self.close_s)
             except TimeoutError:
                 log.warning("a store could not be closed")
             finally:
@@ -170,7 +171,7 @@ class Prober:
         deadlines += [lookup.keys.deadline] if lookup.keys is not None else []
         left_s = max(0.0, *(deadline - self._clock.monotonic() for deadline in deadlines)) if deadlines else 0.0
         try:
-            async with asyncio.timeout(left_s + PROBE_S):
+            async with asyncio.timeout(left_s + self.probe_s):
                 result = await self._look_up(lookup)
         except TimeoutError:
             result = StoreResult(error=TransferTimeout("the store did not report in time what it has"))
@@ -261,7 +262,7 @@ class Prober:
                         f"hand-off {transfer_id!r}: its prefill instance, {lookup.producer}, writes nothing to the"
                         " store; where that is always so, both name different ones"
                     )
-            await asyncio.sleep(max(MARKER_POLL_S, self._num_waiting * MARKER_POLL_EACH_S))
+            await asyncio.sleep(max(self.marker_poll_s, self._num_waiting * self.marker_poll_each_s))
 
     async def _marker(self, transfer_id: str) -> Marker | None:
         """The first rank's marker once all ranks have written theirs, or at once if the producer has another number of

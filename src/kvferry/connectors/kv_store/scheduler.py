@@ -64,14 +64,6 @@ from kvferry.store.tiers import TieredStore
 
 log = logging.getLogger(__name__)
 
-MAX_REMEMBERED_MARKS = 4096
-MAX_FINISHED = 256
-"""Maximum number of hints (`FinishedRequest`) that wait for a plan; more are dropped."""
-MAX_REQUESTED = 1024
-"""Maximum number of prompts for which `kept` was called and which no request has had since."""
-STALE_S = 5.0
-"""Age (s) at which the result of a lookup is renewed before a decision is based on it."""
-
 
 @dataclass
 class _RequestState:
@@ -92,6 +84,14 @@ class _RequestState:
 class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[StorePlan], HasStatistics):
     """Decides per request which full blocks of the prompt are saved and which are loaded, and writes markers for
     hand-offs."""
+
+    stale_s = 5.0
+    """Age (s) at which the result of a lookup is renewed before a decision is based on it."""
+    max_requested = 1024
+    """Maximum number of prompts for which `kept` was called and which no request has had since."""
+    max_finished = 256
+    """Maximum number of hints (`FinishedRequest`) that wait for a plan; more are dropped."""
+    max_remembered_marks = 4096
 
     gauges = frozenset({"prefill_tokens_per_s"}) | {
         f"tier{tier}_{name}" for tier in range(MAX_TIERS) for name in ("load_latency_s", "load_bytes_per_s")
@@ -180,7 +180,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         if (
             lookup_result is not None
             and lookup_result.marker is None
-            and self.context.clock.monotonic() - lookup_result.checked_at > STALE_S
+            and self.context.clock.monotonic() - lookup_result.checked_at > self.stale_s
         ):
             self._prober.forget(request.request_id)
             lookup_result = None
@@ -444,7 +444,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         """Report the length of the answer, for eviction; not for a prefill, whose answer another instance gives."""
         if not self._reports_finishes or isinstance(request.hand_off, Produce):
             return
-        if request.finish_reason in ("stop", "length") and len(self._work.finished) < MAX_FINISHED:
+        if request.finish_reason in ("stop", "length") and len(self._work.finished) < self.max_finished:
             num_output_tokens = max(0, len(request.tokens) - len(request.prompt_token_ids))
             self._work.finished.append(FinishedRequest(list(request.block_hashes), num_output_tokens))
 
@@ -473,7 +473,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         if result is None:
             return Release()
         self._marked[transfer_id] = None
-        if len(self._marked) > MAX_REMEMBERED_MARKS:
+        if len(self._marked) > self.max_remembered_marks:
             self._marked.popitem(last=False)
         ticket = Ticket(
             transfer_id=transfer_id,
@@ -511,7 +511,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             )
         if hashes and pin is not False:
             self._requested[hashes[-1]] = None
-        if len(self._requested) > MAX_REQUESTED:
+        if len(self._requested) > self.max_requested:
             self._requested.popitem(last=False)
         return [self._prober.shares(hashes, pin=pin)]
 

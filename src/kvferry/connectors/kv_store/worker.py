@@ -42,13 +42,14 @@ from kvferry.transport.memory import BlockMemory
 log = logging.getLogger(__name__)
 
 OPEN_S, CLOSE_S = 60.0, 15.0
-MAX_JOBS_AHEAD = 1024
-"""A hint (`FinishedRequest`) is dropped if more jobs than this are queued in the writer."""
 
 
 class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatistics):
     """Saves and loads the KV of one rank. Its settings are `StoreSettings`; `kv_buffer_size` bounds the copies that
     wait for the disk."""
+
+    max_jobs_ahead = 1024
+    """A hint (`FinishedRequest`) is dropped if more jobs than this are queued in the writer."""
 
     plan_type = StorePlan
     gauges = GAUGES | {"num_loading", "writer_waiting_bytes"}
@@ -142,7 +143,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
                 self._writer.submit(partial(self._producer.write_marker, own_marker))
         for finished in plan.finished:
             finish = partial(self._store.finish, finished.hashes, finished.num_output_tokens)
-            self._writer.submit(finish, limit=MAX_JOBS_AHEAD)
+            self._writer.submit(finish, limit=self.max_jobs_ahead)
         for transfer_id in plan.forgets:
             rank = self.context.layout.tp_rank
             self._writer.submit(partial(self._markers.remove, self._store, transfer_id, rank))

@@ -25,8 +25,6 @@ from kvferry.transport.transfer_loop import TransferLoop
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 1.0
-CLOSE_S = 10.0
-WARN_EVERY_S = 10.0
 BATCH_BLOCKS = 32
 
 Call = Callable[[], Awaitable[None]]
@@ -35,6 +33,9 @@ Call = Callable[[], Awaitable[None]]
 class StoreWriter:
     """Writes to `store` on `loop`. `capacity_bytes`: maximum bytes of queued blocks; one block may always be queued.
     `max_wait_s`: maximum wait of `put` for room."""
+
+    warn_every_s = 10.0
+    close_s = 10.0
 
     def __init__(self, store: KVStore, loop: TransferLoop, capacity_bytes: float, *, max_wait_s: float = 0.0) -> None:
         self._store, self._loop, self._capacity, self._max_wait_s = store, loop, capacity_bytes, max_wait_s
@@ -98,9 +99,9 @@ class StoreWriter:
         return {"writer_waiting_bytes": float(self._num_bytes), **dropped}
 
     def close(self) -> None:
-        """Write the queued blocks, for `CLOSE_S` at most."""
+        """Write the queued blocks, for `close_s` at most."""
         with suppress(TimeoutError):
-            self._loop.run(self._drain(), CLOSE_S + 1)
+            self._loop.run(self._drain(), self.close_s + 1)
 
     def _wait_for_room(self, num_bytes: int) -> bool:
         def has_room() -> bool:
@@ -115,7 +116,7 @@ class StoreWriter:
 
     async def _drain(self) -> None:
         try:
-            async with asyncio.timeout(CLOSE_S):
+            async with asyncio.timeout(self.close_s):
                 while not self.is_empty():
                     self._is_written.clear()
                     await self._is_written.wait()
@@ -176,7 +177,7 @@ class StoreWriter:
     def _warn(self, error: KvferryError) -> None:
         """Log an error, but not for every block of a full disk."""
         now = SYSTEM_CLOCK.monotonic()
-        if now - self._last_warning > WARN_EVERY_S:
+        if now - self._last_warning > self.warn_every_s:
             self._last_warning = now
             log.warning("not saved: %s", error)
 

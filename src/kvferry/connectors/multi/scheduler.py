@@ -6,7 +6,7 @@ requests.
 * One child hands off (`handing_off`), and fetches hand-offs, unless it does not read the ticket and another child does.
   The others see requests without hand-off: prompts whose KV they may have, and keep.
 * The child that has the most of a prompt loads, in a tie the first. A hand-off that can be fetched is fetched, because
-  it brings the first token. When one child has an answer, `MAX_LOOKUP_WAIT_S` remain for the others.
+  it brings the first token. When one child has an answer, `MultiSchedulerSide.max_lookup_wait_s` remain for the others.
 * All children save.
 * A child that raises is left out of that request (scheduler side), or of all later ones (worker side). The scheduler
   side learns of this by the first load that the child should have done, and then no longer calls it.
@@ -58,7 +58,6 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 
 log = logging.getLogger(__name__)
 
-MAX_LOOKUP_WAIT_S = 0.1
 Result = TypeVar("Result")
 
 
@@ -87,6 +86,8 @@ class _WithoutHandOff:
 
 class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPlan], HasStatistics):
     """Calls each connector of the list, loads from the one that has the most, and saves to all."""
+
+    max_lookup_wait_s = 0.1
 
     gauges = child_gauges(ConnectorSpec.scheduler_class)
 
@@ -166,7 +167,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         if not has_hit:
             return True
         now = self._clock.monotonic()
-        return now - self._first_hit_at.setdefault(request.request_id, now) < MAX_LOOKUP_WAIT_S
+        return now - self._first_hit_at.setdefault(request.request_id, now) < self.max_lookup_wait_s
 
     def _choose(self, request: RequestView, index: int, hit: Hit) -> Hit:
         self._first_hit_at.pop(request.request_id, None)

@@ -37,13 +37,14 @@ from kvferry.transport.memory import BlockMemory
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 60.0
-"""Seconds to wait, at the end, for a child that was lost and is still being closed."""
 Result = TypeVar("Result")
 
 
 class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, StoresBlocks, HasStatistics):
     """Gives each child's worker side its part of the plan; a child that raises is closed, and the others continue."""
+
+    close_s = 60.0
+    """Seconds to wait, at the end, for a child that was lost and is still being closed."""
 
     plan_type = MultiPlan
     gauges = child_gauges(ConnectorSpec.worker_class)
@@ -83,7 +84,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         """Close all children, even if one raises."""
         for index in range(len(self.children)):
             if index in self._closing:
-                self._closing[index].join(CLOSE_S)
+                self._closing[index].join(self.close_s)
             else:
                 self._close(index)
 

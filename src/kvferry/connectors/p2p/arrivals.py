@@ -25,7 +25,6 @@ from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, Wa
 from kvferry.transport.transfer_loop import call_contained, run_together, translated
 
 log = logging.getLogger(__name__)
-RELEASE_S = 5.0
 
 
 class Arrivals:
@@ -34,6 +33,8 @@ class Arrivals:
     `timeout_s` limits each load. With `keep_lease_on_failure`, a load that fails leaves the hand-off to another
     instance that may try the same ticket.
     """
+
+    release_s = 5.0
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class Arrivals:
 
     def _release(self, ticket: Ticket, ranks: Iterable[int]) -> None:
         if self._group is not None:
-            deadline = asyncio.get_running_loop().time() + RELEASE_S
+            deadline = asyncio.get_running_loop().time() + self.release_s
             self._for_each_rank(ticket, ranks, "release", partial(self._buffer.release, deadline=deadline))
 
     def _for_each_rank(

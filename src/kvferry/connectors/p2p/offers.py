@@ -36,9 +36,6 @@ from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.core.ordered_set import OrderedSet
 from kvferry.transport.options import TransportOptions
 
-QUEUED_S = 600.0
-"""A ticket is accepted for this time beyond its lease: it may have waited in a router's queue, and its first token
-stays right when the KV is gone."""
 NUM_PREFIXES = 16
 """Digests in the ticket of kept blocks, so that a next turn which differs near the end can still use most of them."""
 
@@ -60,6 +57,10 @@ class _Offer:
 
 class Offers:
     """Adds announcements and ends of hand-offs to `work`, the plan in the making, and seals the tickets."""
+
+    queued_s = 600.0
+    """A ticket is accepted for this time beyond its lease: it may have waited in a router's queue, and its first token
+    stays right when the KV is gone."""
 
     def __init__(
         self, context: ConnectorContext, work: P2pPlan, sealer: TicketSealer, settings: TransportOptions
@@ -191,7 +192,7 @@ class Offers:
         digests = prefix_digests(request.prompt_token_ids, [num_tokens], request.salt)
         meta = HandOffMeta(num_tokens, digests, result)
         ticket = self._ticket(transfer_id, request.request_id, block_ids[: offer.num_blocks], meta)
-        params = self._sealer.seal(ticket, self._lease_s + QUEUED_S).to_params()
+        params = self._sealer.seal(ticket, self._lease_s + self.queued_s).to_params()
         self._forget_announced(offer)
         self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta)))
         return Hold(params)

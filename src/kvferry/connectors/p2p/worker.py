@@ -38,13 +38,14 @@ from kvferry.transport.memory import BlockMemory
 from kvferry.transport.options import options_of
 from kvferry.transport.transfer_loop import call_contained, run_together
 
-START_S = 10.0
 GATHER_BYTES = 2 * 2**20
 """Parts are announced to a consumer when they have this size together: a layer, or several small ones."""
 
 
 class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStatistics):
     """Hands off, and fetches, the KV of one rank. Its settings are `TransportOptions`."""
+
+    start_s = 10.0
 
     plan_type = P2pPlan
     gauges = frozenset({"num_loading", "num_keys", "held_bytes", "open_connections"})
@@ -92,7 +93,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         )
         self._loop.start()
         self._service = self._loop.submit(run_together(self._buffer.run(), self._arrivals.run()))
-        self._loop.run(self._arrivals.started.wait(), START_S)
+        self._loop.run(self._arrivals.started.wait(), self.start_s)
 
     def address(self) -> dict[str, Any]:
         return {**self._buffer.address(), "engine_id": self._config.engine_id}

@@ -26,13 +26,14 @@ from kvferry.core.errors import AuthenticationFailed, KvferryError, LeaseEnded, 
 from kvferry.core.keys import derive
 from kvferry.core.messages.hand_off import Ticket
 
-SKEW_S = 60.0
-"""Max difference between the clocks of two machines, in seconds."""
 _HINT = "start all instances with the same KVFERRY_AUTH_TOKEN"
 
 
 class TicketSealer:
     """Seals and verifies tickets with one token."""
+
+    skew_s = 60.0
+    """Max difference between the clocks of two machines, in seconds."""
 
     def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._key = derive(token, "tickets")
@@ -43,8 +44,8 @@ class TicketSealer:
         return self._digest("address", _address_of(ticket))
 
     def seal(self, ticket: Ticket, lease_s: float) -> Ticket:
-        """The ticket with both seals; valid for `lease_s` seconds, plus `SKEW_S`."""
-        expires = int(self._clock.wall() + lease_s + SKEW_S)
+        """The ticket with both seals; valid for `lease_s` seconds, plus `skew_s`."""
+        expires = int(self._clock.wall() + lease_s + self.skew_s)
         sealed = msgspec.structs.replace(ticket, remote_address_seal=self.address_seal(ticket))
         if self._key:
             sealed.remote_seal = f"{expires}.{self._digest('ticket', [expires, _content_of(ticket)])}"

@@ -38,12 +38,9 @@ from kvferry.engine.executor.messages import engine_end, rank_end
 
 HANDSHAKE_S = 10.0
 """Max seconds of a handshake."""
-MAX_HANDSHAKES = 16
-"""Max number of concurrent handshakes; further connections are closed."""
 _HANDSHAKE_BYTES = 4096
 _NAME_CHARACTERS = 100
 _RETRY_S = 0.5
-_ACCEPT_S = 0.1
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 20_000}
 """A machine that is lost without closing its connections is detected after 20 seconds."""
 _VERSIONS = f"kvferry {__version__}, torch {torch.__version__}"
@@ -95,6 +92,10 @@ class Link:
 class RankListener:
     """Accepts the connections of the other ranks. Owns the listening socket, until `close`."""
 
+    accept_s = 0.1
+    max_handshakes = 16
+    """Max number of concurrent handshakes; further connections are closed."""
+
     def __init__(self, address: str, token: str) -> None:
         """Listen at `address`, `HOST:PORT`. Raises `ConfigError` if that is impossible."""
         if not token:
@@ -106,9 +107,9 @@ class RankListener:
             self._socket = socket.create_server((host, port), family=family, backlog=64)
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"--ranks-at {address}: cannot listen there: {error}") from error
-        self._socket.settimeout(_ACCEPT_S)
+        self._socket.settimeout(self.accept_s)
         self._joined: SimpleQueue[Link] = SimpleQueue()  # bounded by the greetings
-        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._handshakes = threading.BoundedSemaphore(self.max_handshakes)
         self._last_refusal = ""
         self._is_closed = False
 
@@ -158,7 +159,7 @@ class RankListener:
             return
         except OSError as error:  # no descriptors are left, or the client disconnected
             self._last_refusal = str(error)
-            threading.Event().wait(_ACCEPT_S)
+            threading.Event().wait(self.accept_s)
             return
         if not self._handshakes.acquire(blocking=False):
             connected.close()

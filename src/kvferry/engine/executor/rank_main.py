@@ -57,8 +57,6 @@ log = logging.getLogger(__name__)
 
 JOIN_S = 300.0
 """Max seconds for which a rank that rank 0 has not started tries to reach it."""
-END_S = 3.0
-"""Max seconds for this process to exit by itself once rank 0 is gone or has sent `Close`."""
 
 
 class _Woken:
@@ -71,6 +69,9 @@ class _Gone:
 
 class Inbox:
     """Received commands. A thread reads the pipe continuously, so that the end of rank 0 is detected at once."""
+
+    end_s = 3.0
+    """Max seconds for this process to exit by itself once rank 0 is gone or has sent `Close`."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -120,7 +121,7 @@ class Inbox:
             command = _Gone()
         self._stored.put(None)
         self._queue.put(command)
-        threading.Event().wait(END_S)  # then exit: the process may be in a step that the others have left
+        threading.Event().wait(self.end_s)  # then exit: the process may be in a step that the others have left
         os._exit(1)
 
 

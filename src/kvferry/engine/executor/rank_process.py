@@ -40,8 +40,6 @@ from kvferry.engine.executor.store import StoreTable
 from kvferry.engine.model.rank_placement import default_num_threads
 from kvferry.observe.logs import helper_environment
 
-CAUSE_S = 2.0
-"""Max seconds by which the cause of a loss may become known later than its consequences."""
 CONSEQUENCE = 2
 """Min weight of a loss that another one may have caused (`Losses.add`)."""
 END_S = 10.0
@@ -49,8 +47,6 @@ END_S = 10.0
 PING_INTERVAL_S = 5.0
 """Seconds between two pings of a rank."""
 LOOPBACK = "127.0.0.1"
-_MAX_MISSED_PONGS = 6
-"""Max number of pings that a rank may leave unanswered (`RankWatch`)."""
 _USER_ERRORS = {kind.__name__: kind for kind in (ConfigError, UnsupportedModel)}
 A = TypeVar("A", bound=Answer)
 
@@ -58,6 +54,9 @@ A = TypeVar("A", bound=Answer)
 class Losses:
     """The reasons why ranks were lost. A rank that fails makes others fail, so errors report the loss that is closest
     to the cause."""
+
+    cause_s = 2.0
+    """Max seconds by which the cause of a loss may become known later than its consequences."""
 
     def __init__(self) -> None:
         self.on_loss: Callable[[], None] = lambda: None
@@ -76,9 +75,9 @@ class Losses:
         self.on_loss()
 
     def require_none(self) -> None:
-        """Raise the reason if a rank is lost; wait up to `CAUSE_S` for the cause."""
+        """Raise the reason if a rank is lost; wait up to `cause_s` for the cause."""
         if self._first.is_set():
-            self._cause.wait(CAUSE_S)
+            self._cause.wait(self.cause_s)
             with self._lock:
                 raise min(self._reasons, key=lambda reason: reason[0])[1]
 
@@ -90,7 +89,7 @@ class Losses:
     def raise_cause(self, error: Exception) -> None:
         """Raise the loss that explains an error of rank 0, if there is one; wait a moment for it to become known."""
         try:
-            self.wait(CAUSE_S)
+            self.wait(self.cause_s)
         except KvferryError as cause:
             raise cause from error
         if "timed out" in str(error).lower():  # gloo's message
@@ -126,6 +125,9 @@ def start_rank(rank: int, auth_token: str) -> tuple[Link, Process]:
 class RankProcess:
     """The process of one other rank. Methods are called by the engine's thread, except for the listening thread's
     own."""
+
+    max_missed_pongs = 6
+    """Max number of pings that a rank may leave unanswered (`RankWatch`)."""
 
     def __init__(self, rank: int, link: Link, process: Process | None, losses: Losses, table: StoreTable) -> None:
         """`link`: to a rank that waits for `LoadModel`. `process`: the rank's, if this process has started it. `table`:
@@ -180,8 +182,8 @@ class RankProcess:
 
     def ping(self) -> None:
         """Send a ping, or record the rank's loss when it has left too many pings unanswered. From any thread."""
-        if self._num_missed_pongs == _MAX_MISSED_PONGS:
-            pings = f"{_MAX_MISSED_PONGS} pings, one every {PING_INTERVAL_S:g} s"
+        if self._num_missed_pongs == self.max_missed_pongs:
+            pings = f"{self.max_missed_pongs} pings, one every {PING_INTERVAL_S:g} s"
             self._losses.add(0, RankLost(f"rank {self.rank} ({self._name}) hangs: it did not answer {pings}"))
         self._num_missed_pongs += 1
         with suppress(PeerLost):  # the listening thread records it

@@ -15,9 +15,6 @@ import torch.distributed as dist
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.engine.executor.messages import TableAnswer, TableRequest
 
-_POLL_S = 0.01
-"""Seconds between two look-ups of a key that another rank has not written yet."""
-
 
 class StoreTable:
     """The keys and values that the ranks have written. Thread-safe."""
@@ -43,6 +40,9 @@ class StoreTable:
 
 class RendezvousStore(dist.Store):  # type: ignore[name-defined]
     """One rank's view of the table; `request` sends a request to it, and raises if a rank is lost."""
+
+    poll_s = 0.01
+    """Seconds between two look-ups of a key that another rank has not written yet."""
 
     def __init__(self, ask: Callable[[TableRequest], TableAnswer]) -> None:
         super().__init__()
@@ -75,4 +75,4 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined]
         while not self.check(keys):
             if SYSTEM_CLOCK.monotonic() > deadline:
                 raise dist.DistStoreError(f"the ranks did not find each other: no rank has written {', '.join(keys)}")
-            threading.Event().wait(_POLL_S)
+            threading.Event().wait(self.poll_s)

@@ -21,7 +21,6 @@ from kvferry.http.client.proof import TokenProof
 from kvferry.http.errors import AnswerTimeout
 from kvferry.http.headers import RawHeaders, header_lines, request_line
 
-_TICK_S = 0.1
 _REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _JOINED_BYTES = 64 * 1024
@@ -37,6 +36,8 @@ class HttpClient:
     `relays`: forwards streamed answers in compiled code (`http.relay`); None: nothing does.
     `client_name`: the name of this process in errors.
     """
+
+    tick_s = 0.1
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class HttpClient:
             pool.tick(now)
             if pool.is_unused(now):  # a late request to a forgotten instance has created it again
                 self.forget(origin)
-        self._ticking = loop.call_later(_TICK_S, self._tick)
+        self._ticking = loop.call_later(self.tick_s, self._tick)
 
     def statistics(self) -> dict[str, int]:
         """The number of open connections, by origin."""

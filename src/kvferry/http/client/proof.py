@@ -15,7 +15,6 @@ from kvferry.http.client.connection import AnswerHead, ClientConnection, Outgoin
 from kvferry.http.errors import AnswerTimeout, Overloaded
 from kvferry.http.headers import request_line
 
-_MAX_ANSWER = 4096
 _NOT_PROVEN = "it is not a server of kvferry's, or has no token"
 
 
@@ -55,6 +54,8 @@ class TokenProof:
 class _Exchange:
     """A request whose answer is awaited on its connection. `answer`: the head and body, or the `TransferError`."""
 
+    max_answer = 4096
+
     def __init__(self, data: bytes) -> None:
         self.request = OutgoingRequest((data,), 0.0, repeatable=False, bodiless=False)
         self.answer: asyncio.Future[tuple[AnswerHead, bytes]] = asyncio.get_running_loop().create_future()
@@ -63,7 +64,7 @@ class _Exchange:
     def receive(self, head: AnswerHead, payload: bytes, num_bytes: int, complete: bool) -> None:
         """Called by the connection."""
         self._body += payload
-        if len(self._body) > _MAX_ANSWER:
+        if len(self._body) > self.max_answer:
             if not self.answer.done():
                 self.answer.set_exception(AuthenticationFailed(_NOT_PROVEN))
         elif complete and not self.answer.done():

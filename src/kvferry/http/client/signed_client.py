@@ -14,9 +14,6 @@ from kvferry.http.client.proof import TokenProof
 from kvferry.http.errors import AnswerTimeout, Unauthorized
 from kvferry.http.headers import RawHeaders
 
-_REJECTED_S = 10.0
-"""Seconds before a server that did not answer a challenge is challenged again."""
-
 
 def bearer(key: str) -> tuple[bytes, bytes]:
     """The header that presents a key. Raises `ConfigError` if no header can contain it; the message does not show the
@@ -34,6 +31,9 @@ class SignedClient:
     """Requests to other kvferry servers, signed with keys derived from `secret`. A signed request is only sent to a
     server that has proved that it holds the same secret; to others, `key` is sent unchanged. Once a server has proved
     it, each connection of `client` to its address must prove it again. Owns the signers and the rejected servers."""
+
+    rejected_s = 10.0
+    """Seconds before a server that did not answer a challenge is challenged again."""
 
     def __init__(self, client: HttpClient, secret: str, key: str | None = None) -> None:
         self.client, self._secret = client, secret
@@ -100,7 +100,7 @@ class SignedClient:
             try:
                 self._signers[origin] = await self._authenticate(origin, base_path, timeout_s)
             except AuthenticationFailed as error:
-                self._rejected[origin] = SYSTEM_CLOCK.monotonic() + _REJECTED_S, str(error)
+                self._rejected[origin] = SYSTEM_CLOCK.monotonic() + self.rejected_s, str(error)
             return self._signers.get(origin)
 
     async def _authenticate(self, origin: Origin, base_path: str, timeout_s: float) -> Signer:

@@ -20,12 +20,12 @@ from kvferry.http.server.service import Service
 
 logger = logging.getLogger(__name__)
 
-_WAIT_S = 0.5
-"""Seconds to wait after a failed accept, usually for lack of descriptors."""
-
 
 class Acceptor:
     """Owns the listening socket, from `open` to `close`. `context`: for TLS."""
+
+    wait_s = 0.5
+    """Seconds to wait after a failed accept, usually for lack of descriptors."""
 
     def __init__(self, service: Service, side: Side, listener: socket.socket, context: ssl.SSLContext | None) -> None:
         self._service, self._side, self._listener, self._context = service, side, listener, context
@@ -71,7 +71,7 @@ class Acceptor:
         except OSError as error:
             logger.warning("a connection could not be accepted: %s", error)
             self._loop.remove_reader(self._listener)
-            self._retry = self._loop.call_later(_WAIT_S, self.open)
+            self._retry = self._loop.call_later(self.wait_s, self.open)
             return False
         accepted.setblocking(False)
         self._admit(accepted, str(address[0]))

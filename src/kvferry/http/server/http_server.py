@@ -35,15 +35,15 @@ OnListening = Callable[[str, int], object]
 Bind = Callable[[str, int], socket.socket]
 """Creates a listening socket for an address; simulations have their own."""
 
-_CLOSE_S = 5.0
-"""Seconds between abort and close."""
-_MIN_CLEANUP_S = 2.0
-"""Seconds for the final cleanup, even if requests have used up the grace period."""
-_TICK_S = 0.25
-
 
 class HttpServer:
     """Serves `routes` with the settings in `config`. Call `run` once, on the event loop on which it was created."""
+
+    tick_s = 0.25
+    min_cleanup_s = 2.0
+    """Seconds for the final cleanup, even if requests have used up the grace period."""
+    close_s = 5.0
+    """Seconds between abort and close."""
 
     def __init__(
         self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle | None = None, guard: Guard | None = None
@@ -106,7 +106,7 @@ class HttpServer:
         now = loop.time()
         for connection in tuple(self.service.connections):
             connection.check(now)
-        self._ticking = loop.call_later(_TICK_S, self._tick)
+        self._ticking = loop.call_later(self.tick_s, self._tick)
 
     # Shutdown.
 
@@ -125,10 +125,10 @@ class HttpServer:
         return self._ending.is_set()
 
     async def within_grace(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run `work` last, after `run`, within the rest of the grace period but at least `_MIN_CLEANUP_S`, and until
+        """Run `work` last, after `run`, within the rest of the grace period but at least `min_cleanup_s`, and until
         `abort`. Raises the error of `work`."""
         doing, aborting = asyncio.ensure_future(work), asyncio.ensure_future(self._aborting.wait())
-        left_s = max(_MIN_CLEANUP_S, self._grace_until - asyncio.get_running_loop().time())
+        left_s = max(self.min_cleanup_s, self._grace_until - asyncio.get_running_loop().time())
         try:
             await asyncio.wait([doing, aborting], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -158,10 +158,10 @@ class HttpServer:
                 connection.abort_request()
             for door in self._acceptors:
                 door.abort()
-            await self._wait_quiet(_CLOSE_S)
+            await self._wait_quiet(self.close_s)
         for connection in tuple(service.connections):
             connection.abort()
-        await self._wait_quiet(_CLOSE_S)
+        await self._wait_quiet(self.close_s)
 
     async def _wait_quiet(self, seconds: float, unless: asyncio.Event | None = None) -> bool:
         """Wait until no connection and no handler is left; False if the time ends, or `unless` is set, first."""

@@ -41,11 +41,12 @@ Side = Literal["public", "admin", "all"]
 _API_KEY = KEY_HEADERS[1]
 _ON_BOTH_LISTENERS = ("open", "register")
 _OPERATOR_ACCESS = ("key", "probe", "operate")
-_MAX_NONCE = 128
 
 
 class Guard:
     """Decides whether a request may be served."""
+
+    max_nonce = 128
 
     def __init__(
         self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = (), verifier: Verifier | None = None
@@ -116,7 +117,7 @@ class Guard:
     async def challenge(self, request: HttpRequest, response: Response) -> None:
         """Serve GET /kvferry/challenge?nonce=…, which proves that this server holds the deployment's secret."""
         nonce = request.parameter("nonce")
-        if self._verifier is None or not 0 < len(nonce) <= _MAX_NONCE:
+        if self._verifier is None or not 0 < len(nonce) <= self.max_nonce:
             raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
         response.send_json(msgspec.json.encode(self._verifier.answer(nonce)))
 

@@ -27,9 +27,6 @@ logger = logging.getLogger(__name__)
 _SPARE_FILES = 256
 """Descriptors reserved for everything but client connections; at most half of all."""
 
-_MAX_REFUSALS = 64
-"""Connections of one client beyond its limit that get an error as their answer; further ones are just closed."""
-
 
 class ConnectedClient(Protocol):
     """A client's connection, as the server sees it."""
@@ -51,6 +48,9 @@ class ConnectedClient(Protocol):
 
 class Service:
     """Owns the connections and running handlers. `quiet` is set when a draining server has neither."""
+
+    max_refusals = 64
+    """Connections of one client beyond its limit that get an error as their answer; further ones are just closed."""
 
     def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle, guard: Guard) -> None:
         self.config, self.lifecycle, self.loop = config, lifecycle, asyncio.get_running_loop()
@@ -96,7 +96,7 @@ class Service:
         """True if not even connections of this client that only receive a refusal fit. Refused connections linger for a
         while, and an address that connects without end must not take other clients' slots with them."""
         surplus = self._per_client[client] - self.config.limits.http_client_connections
-        return surplus > _MAX_REFUSALS or len(self.connections) > self._max_connections + self._spare // 2
+        return surplus > self.max_refusals or len(self.connections) > self._max_connections + self._spare // 2
 
     def forget(self, connection: ConnectedClient) -> None:
         """Forget a connection that is gone."""

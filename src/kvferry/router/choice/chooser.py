@@ -30,8 +30,6 @@ from kvferry.router.paths import PROMPT_FIELDS
 
 logger = logging.getLogger(__name__)
 
-_LOG_INTERVAL_S = 60.0
-_MAX_SESSION = 256
 _PREFIX_INDEX_ENTRIES = 400_000
 """Prefixes that are remembered for all instances together, about 150 bytes each."""
 _CONTEXT_FIELDS = ("cache_salt", "tools", "chat_template", "chat_template_kwargs", "documents", "functions")
@@ -41,6 +39,9 @@ _CONTEXT_FIELD_SET = frozenset(_CONTEXT_FIELDS)
 
 class Chooser:
     """Chooses instances for all requests of a router."""
+
+    max_session = 256
+    log_interval_s = 60.0
 
     def __init__(self, config: RouterConfig, clock: Clock, pools: Pools) -> None:
         """Raises `ConfigError` if the policy does not exist or does not have one of the options."""
@@ -77,7 +78,7 @@ class Chooser:
             num_bytes=num_bytes,
             max_tokens=limit if isinstance(limit, int) else None,
             streams=values.get("stream") is True,
-            session=session_id[:_MAX_SESSION] if isinstance(session_id, str) and session_id else None,
+            session=session_id[: self.max_session] if isinstance(session_id, str) and session_id else None,
             prefix=text_prefix(text, root, num_tokens / max(1, len(text)), token_ids),
         )
 
@@ -123,5 +124,5 @@ class Chooser:
     def _log_policy_failure(self) -> None:
         now = self.clock.monotonic()
         if now >= self._log_failure_at:
-            self._log_failure_at = now + _LOG_INTERVAL_S
+            self._log_failure_at = now + self.log_interval_s
             logger.exception("the policy %s failed; the least loaded instances are chosen", self.config.policy)

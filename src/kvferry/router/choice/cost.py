@@ -14,7 +14,6 @@ import numpy as np
 
 from kvferry.router.instances.load import Candidates, Vector
 
-_MAX_INSTANCES = 1024
 _USUAL_RATIO, _MIN_MEASUREMENTS = (0.75, 1.33), 32
 """Slopes that count as usual, as a ratio; number of measurements before an instance has a slowness of its own."""
 
@@ -71,10 +70,12 @@ class Estimates:
     """Speeds of prefill on each instance, and of hand-offs and decoding in the whole fleet. Instances are identified by
     name."""
 
+    max_instances = 1024
+
     def __init__(self) -> None:
         self._prefill: OrderedDict[str, LinearFit] = OrderedDict()
         self._rows: dict[str, int] = {}
-        self._slowness = np.ones(_MAX_INSTANCES + 1)
+        self._slowness = np.ones(self.max_instances + 1)
         """The slowness of each instance, by `_rows`; row 0 is for all others."""
         self._unusual: set[str] = set()
         """Instances whose slowness is not 1."""
@@ -137,7 +138,7 @@ class Estimates:
 
     def _add_fit(self, name: str) -> LinearFit:
         row = len(self._rows) + 1
-        if row > _MAX_INSTANCES:
+        if row > self.max_instances:
             oldest, _ = self._prefill.popitem(last=False)
             row = self._rows.pop(oldest)
             self._unusual.discard(oldest)

@@ -17,9 +17,6 @@ from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.instances.load import Candidates, Target
 from kvferry.router.instances.shared_plan import SharedFleetPlan
 
-MIN_HAND_OFFS = 32
-"""Measured hand-offs before the threshold applies; until then every request is handed off."""
-
 
 def answers_missed(itl_s: float, step_s: float, answer_tokens: float, num_answers: float, stall_s: float) -> float:
     """Expected number of answers on an instance that miss the inter-token target because of a stall.
@@ -39,6 +36,9 @@ def meets_itl(itl_s: float, step_s: float, answer_tokens: float, num_answers: fl
 class Threshold:
     """Number of uncached tokens from which a prompt is handed off. It tunes itself, unless `fixed` (0: always hand off)
     or the fleet's controller sets it."""
+
+    min_hand_offs = 32
+    """Measured hand-offs before the threshold applies; until then every request is handed off."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Threshold:
         if self._fixed is not None:
             return self._fixed
         estimates = self._estimates
-        if estimates.hand_off.num_measured < MIN_HAND_OFFS:
+        if estimates.hand_off.num_measured < self.min_hand_offs:
             return 0.0
         # Solve for n: 2n · token_s (computed on D: its own wait and another's) > n · token_s + hand-off.
         margin = estimates.any_prefill.slope - estimates.hand_off.slope
@@ -70,7 +70,7 @@ class Threshold:
     def active(self) -> bool:
         """True if a request may be served by one instance."""
         fixed = self._fixed
-        return self._estimates.hand_off.num_measured >= MIN_HAND_OFFS if fixed is None else fixed != 0
+        return self._estimates.hand_off.num_measured >= self.min_hand_offs if fixed is None else fixed != 0
 
     def keeps_aggregated(self, traits: PromptTraits, prefill: Target, decode: Target) -> str | None:
         """Reason for `decode` to do both phases, `short_prompt` or `prefill_busy`; None: hand off from `prefill`."""
@@ -78,7 +78,7 @@ class Threshold:
         left = max(0, traits.num_tokens - cached.tokens(decode))
         if self._fixed is not None:
             return "short_prompt" if left < self._fixed else None
-        if self._estimates.hand_off.num_measured < MIN_HAND_OFFS:
+        if self._estimates.hand_off.num_measured < self.min_hand_offs:
             return None
         estimates, load = self._estimates, decode.load
         first_s = estimates.prefill_s(decode.name, load.prefill_tokens + left)

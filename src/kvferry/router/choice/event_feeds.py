@@ -23,14 +23,13 @@ from kvferry.router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-_RECONCILE_INTERVAL_S = 1.0
-
-_RETRY_DELAY_S = 5.0
-"""Seconds after which a feed that ended in an error is followed again."""
-
 
 class EventFeeds:
     """The feeds of all instances of a router."""
+
+    retry_delay_s = 5.0
+    """Seconds after which a feed that ended in an error is followed again."""
+    reconcile_interval_s = 1.0
 
     def __init__(
         self, instances: Iterable[Instance], index: PrefixIndex, metrics: Metrics, configured: Iterable[str]
@@ -46,7 +45,7 @@ class EventFeeds:
         async with asyncio.TaskGroup() as group:
             while True:
                 self._reconcile(group)
-                await asyncio.sleep(_RECONCILE_INTERVAL_S)
+                await asyncio.sleep(self.reconcile_interval_s)
 
     def _reconcile(self, group: asyncio.TaskGroup) -> None:
         addresses = {
@@ -87,7 +86,7 @@ class EventFeeds:
                     logger.exception("the KV events of %s cannot be followed; trying again", instance)
                 num_errors += 1
             self._index.cleared(instance)  # events since the error are lost
-            await asyncio.sleep(_RETRY_DELAY_S)
+            await asyncio.sleep(self.retry_delay_s)
 
     def _apply(self, instance: Instance, update: FeedUpdate) -> None:
         match update:

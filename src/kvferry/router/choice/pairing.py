@@ -21,12 +21,12 @@ from kvferry.router.protocols.choose import choose_form, unpaired_by_keys_reason
 from kvferry.router.protocols.form import MakeForm
 from kvferry.router.protocols.keys import PROTOCOL
 
-_MAX_REASONS = 3
-"""Maximum number of reasons reported for an instance."""
-
 
 class Pairing:
     """The pairs that one router's instances form."""
+
+    max_reasons = 3
+    """Maximum number of reasons reported for an instance."""
 
     def __init__(self, config: RouterConfig, pools: Pools, index: PrefixIndex, estimates: Estimates) -> None:
         self._config, self._pools, self._index, self._estimates = config, pools, index, estimates
@@ -97,7 +97,7 @@ class Pairing:
             if not reason:
                 return ""
             reasons.setdefault(reason, other)
-        return "; ".join(f"{reason} (with {other})" for reason, other in [*reasons.items()][:_MAX_REASONS])
+        return "; ".join(f"{reason} (with {other})" for reason, other in [*reasons.items()][: self.max_reasons])
 
     def refresh(self) -> None:
         """Compute the pairs again if instances joined, left, or reported new facts."""

@@ -28,7 +28,6 @@ from kvferry.router.errors import OverLimit
 MAX_TENANTS = 20_000
 """Maximum number of tenants whose rates are remembered; the least recently active is forgotten first."""
 
-_MINUTE_S = 60.0
 _MAX_NAME = 256
 _MAX_ANSWER_TOKENS, _MAX_ANSWERS = 10**7, 10**3
 _MAX_NUMBER = 256
@@ -82,6 +81,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Bucket:
     """A token bucket that holds the amount of a minute, and refills steadily."""
 
+    minute_s = 60.0
     __slots__ = ("_capacity", "_level", "_since")
 
     def __init__(self, per_minute: float, now: float) -> None:
@@ -90,10 +90,10 @@ class Bucket:
 
     def seconds_until(self, amount: float, now: float) -> float:
         """Seconds until `amount` may be taken; 0: now. An amount above the capacity may be taken from a full bucket."""
-        self._level = min(self._capacity, self._level + (now - self._since) * self._capacity / _MINUTE_S)
+        self._level = min(self._capacity, self._level + (now - self._since) * self._capacity / self.minute_s)
         self._since = now
         missing = min(amount, self._capacity) - self._level
-        return max(0.0, missing * _MINUTE_S / self._capacity)
+        return max(0.0, missing * self.minute_s / self._capacity)
 
     def take(self, amount: float) -> None:
         """Take an amount, after `seconds_until`; a negative amount is refunded."""

@@ -17,13 +17,6 @@ from kvferry.http.server.config import HttpConfig
 from kvferry.router.headers import JSON
 from kvferry.router.instances.instance import Instance
 
-_IDLE_CONNECTION_S = 1.0
-"""Far less than the 5 s after which uvicorn, and so vLLM, closes an idle connection: on a busy machine the two ends
-disagree by seconds about when it became idle."""
-
-_MAX_OWN_ANSWER = 2**20
-"""Maximum number of bytes of an answer to the router's own request."""
-
 _PUBLIC_PATHS = frozenset({"/health", "/version", "/query"})
 """Paths that every engine serves to anyone, and so are requested without a key."""
 
@@ -34,6 +27,12 @@ class Connections:
     """The connections, as an asynchronous context manager. Errors are `TransferError`s that name the instance, not its
     address."""
 
+    max_own_answer = 2**20
+    """Maximum number of bytes of an answer to the router's own request."""
+    idle_connection_s = 1.0
+    """Far less than the 5 s after which uvicorn, and so vLLM, closes an idle connection: on a busy machine the two ends
+    disagree by seconds about when it became idle."""
+
     def __init__(
         self, access: InstanceAccess = _NO_ACCESS, http: HttpConfig = _DEFAULT_HTTP, *, fast_path: bool = True
     ) -> None:
@@ -43,7 +42,10 @@ class Connections:
         """The header that replaces the client's own in requests of clients; empty: the client's own is forwarded."""
         self._relays = Relays() if fast_path else None
         self.http = HttpClient(
-            access.tls_context(http.tls_ca), idle_s=_IDLE_CONNECTION_S, relays=self._relays, client_name="the router"
+            access.tls_context(http.tls_ca),
+            idle_s=self.idle_connection_s,
+            relays=self._relays,
+            client_name="the router",
         )
         """The client for the legs of clients' requests."""
         self._signed = SignedClient(self.http, http.secret, key)
@@ -76,7 +78,7 @@ class Connections:
         Raises `TransferError`, also `TransferTimeout`."""
         sent: RawHeaders = [] if body is None else [JSON]
         origin, path = instance.address.origin, instance.address.base_path
-        limits: dict[str, Any] = {"timeout_s": timeout_s, "body": body, "max_bytes": _MAX_OWN_ANSWER}
+        limits: dict[str, Any] = {"timeout_s": timeout_s, "body": body, "max_bytes": self.max_own_answer}
         try:
             if purpose is not None:
                 reply = self._signed.ask(

@@ -28,7 +28,6 @@ from kvferry.router.instances.shared_state import SharedState
 
 logger = logging.getLogger(__name__)
 
-_MAX_LINE = 64 * 1024
 _MODULE = "kvferry.bridge.dynamo.main"
 
 
@@ -45,6 +44,8 @@ def dynamo_endpoints(config: RouterConfig) -> list[DynamoEndpoint]:
 class DynamoWorkers:
     """Runs the helper and follows its reports. `renew_s`: seconds between two renewals of the leases; `max_wait_s`:
     longest wait before the helper is restarted; `end_s`: seconds for it to end by itself."""
+
+    max_line = 64 * 1024
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class DynamoWorkers:
             *(self._python, "-m", _MODULE, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            limit=_MAX_LINE,
+            limit=self.max_line,
         )
         assert process.stdin is not None
         assert process.stdout is not None

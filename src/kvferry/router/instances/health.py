@@ -30,8 +30,6 @@ from kvferry.router.instances.pools import NO_TICKETS_S, Pools
 
 logger = logging.getLogger(__name__)
 
-_NEW_INSTANCE_POLL_S = 0.05
-"""Seconds until a new instance is probed."""
 
 _CONNECTOR_QUERIES = re.compile(rb"^vllm:external_prefix_cache_queries_total(?:\{[^\n]*\})? ([0-9.e+]+)$", re.M)
 """Tokens for which vLLM's scheduler has queried its connector; 0 without a connector."""
@@ -48,6 +46,9 @@ class Health:
     The facts of a healthy instance are fetched before any request needs them; again when another process answers for
     it, and with each check while its stores take no KV. An instance that left a request without an answer gets a probe
     request, and one that answered without a ticket is checked for a connector."""
+
+    new_instance_poll_s = 0.05
+    """Seconds until a new instance is probed."""
 
     def __init__(self, pools: Pools, connections: Connections, config: RouterConfig, clock: Clock) -> None:
         self._pools, self._connections, self._config, self._clock = pools, connections, config, clock
@@ -72,7 +73,7 @@ class Health:
                 for instance in [watched for watched in watching if watched not in current]:
                     watching.pop(instance).cancel()
                 immediately = True
-                await asyncio.sleep(min(_NEW_INSTANCE_POLL_S, self._config.health_interval_s))
+                await asyncio.sleep(min(self.new_instance_poll_s, self._config.health_interval_s))
 
     async def probe(self, instances: Iterable[Instance]) -> None:
         """Probe each of them now."""

@@ -15,11 +15,6 @@ from numpy.typing import NDArray
 Vector = NDArray[Any]
 """A number for each of several instances."""
 
-_HALF_LIFE_S = 1800.0
-"""Seconds after which tokens that a cache has stored count half."""
-
-_MAX_HALF_LIVES = 64
-"""Number of half-lives after which `LoadTable` rescales its column, long before a number is too large."""
 
 _PREFILL_TOKENS, _NUM_PREFILLS, _NUM_DECODES, _RECENT, _LAST_TURN, _CONSTANT = range(6)
 _NUM_COLUMNS = 6
@@ -28,6 +23,11 @@ _NUM_COLUMNS = 6
 class LoadTable:
     """A row of numbers for each instance. The column `_RECENT` is scaled: a token that was stored at `_since` counts 1,
     and later tokens count more, so that time changes all rows by a common factor."""
+
+    max_half_lives = 64
+    """Number of half-lives after which `LoadTable` rescales its column, long before a number is too large."""
+    half_life_s = 1800.0
+    """Seconds after which tokens that a cache has stored count half."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -56,8 +56,8 @@ class LoadTable:
 
     def scale(self, now: float) -> float:
         """Weight of a token that is stored at `now`."""
-        half_lives = (now - self._since) / _HALF_LIFE_S
-        if half_lives > _MAX_HALF_LIVES:
+        half_lives = (now - self._since) / self.half_life_s
+        if half_lives > self.max_half_lives:
             self.numbers[:, _RECENT] *= math.exp2(-min(half_lives, 1000.0))
             self._since, half_lives = now, 0.0
         return math.exp2(half_lives)

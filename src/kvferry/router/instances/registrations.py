@@ -40,14 +40,15 @@ logger = logging.getLogger(__name__)
 
 _LeaseState = Literal["serving", "draining", "drained", "gone"]
 
-MAX_REGISTERED = 4096
-_SWEEP_INTERVAL_S = 0.5
-_MIN_PAUSE_S = 2.0
-"""Seconds that this process must have been stopped for leases to be extended: it could not receive renewals then."""
-
 
 class Registrations:
     """Serves the route for registrations, and ends leases."""
+
+    min_pause_s = 2.0
+    """Seconds that this process must have been stopped for leases to be extended: it could not receive
+    renewals then."""
+    sweep_interval_s = 0.5
+    max_registered = 4096
 
     def __init__(
         self,
@@ -90,10 +91,10 @@ class Registrations:
         """End leases that were not renewed; runs until it is cancelled."""
         checked_at = self._clock.monotonic()
         while True:
-            await asyncio.sleep(_SWEEP_INTERVAL_S)
+            await asyncio.sleep(self.sweep_interval_s)
             now = self._clock.monotonic()
             try:
-                self.sweep(now, missed_s=now - checked_at if now - checked_at > _MIN_PAUSE_S else 0.0)
+                self.sweep(now, missed_s=now - checked_at if now - checked_at > self.min_pause_s else 0.0)
             except Unavailable as error:
                 logger.warning("leases could not be checked, and will be again soon: %s", error)
             checked_at = now
@@ -119,8 +120,8 @@ class Registrations:
             return _lease_state(instance)
         if instance is not None and lease is None:
             return _lease_state(instance)  # configured by flags, a file or an operator: it needs no lease
-        if lease is None and self._state.num_leases() >= MAX_REGISTERED:
-            raise QueueFull(f"{MAX_REGISTERED} instances are registered here, which is the limit")
+        if lease is None and self._state.num_leases() >= self.max_registered:
+            raise QueueFull(f"{self.max_registered} instances are registered here, which is the limit")
         facts = await self._probe(url, announcement)
         self._renew(url, announcement)
         return self._admit(url, announcement, facts)

@@ -21,12 +21,6 @@ from kvferry.core.entropy import token_hex
 from kvferry.core.errors import Unavailable
 from kvferry.router.instances.instance import LegRole
 
-_MAX_LOCK_WAIT_MS = 500
-"""Maximum wait for another router's transaction, which takes microseconds unless that router was stopped."""
-_MAX_FORMER_NAMES = 4096
-_MAX_USED = 2**16
-"""Maximum number of remembered signed requests, of half a minute."""
-
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS routers (pid INTEGER PRIMARY KEY, started REAL NOT NULL, url TEXT NOT NULL);
@@ -97,11 +91,17 @@ class SharedState:
     """The database. Methods raise `Unavailable` if another router locks it for too long; nothing was changed then. Used
     by one event loop."""
 
+    max_used = 2**16
+    """Maximum number of remembered signed requests, of half a minute."""
+    max_former_names = 4096
+    max_lock_wait_ms = 500
+    """Maximum wait for another router's transaction, which takes microseconds unless that router was stopped."""
+
     def __init__(self, folder: Path | None = None) -> None:
         """`folder`: of the routers' group, which only their user can read; None: a single router."""
         self.folder, self.is_shared = folder, folder is not None
         path = ":memory:" if folder is None else str(folder / "routers.sqlite")
-        self._database = sqlite3.connect(path, isolation_level=None, timeout=_MAX_LOCK_WAIT_MS / 1000)
+        self._database = sqlite3.connect(path, isolation_level=None, timeout=self.max_lock_wait_ms / 1000)
         self._data_version = -1
         self._pid = os.getpid()
         with nullcontext() if folder is None else _open_lock(folder):
@@ -255,7 +255,7 @@ class SharedState:
             self._run(
                 "DELETE FROM former_names WHERE rowid IN"
                 " (SELECT rowid FROM former_names ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                _MAX_FORMER_NAMES,
+                self.max_former_names,
             )
             self._run("DELETE FROM members WHERE id = ?", member)
             self._run("DELETE FROM idle WHERE member = ?", member)
@@ -328,7 +328,7 @@ class SharedState:
         """Return True if a signed request is new to all routers, and remember it; as `core.keys.ReplayGuard`."""
         self._run("DELETE FROM used WHERE at_ns < ?", oldest_ns)
         [[number]] = self._run("SELECT count(*) FROM used")
-        if number >= _MAX_USED:
+        if number >= self.max_used:
             return False
         return bool(self._run("INSERT OR IGNORE INTO used VALUES (?, ?) RETURNING 1", nonce, at_ns))
 

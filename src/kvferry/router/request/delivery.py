@@ -33,18 +33,16 @@ from kvferry.router.request.services import Services
 
 logger = logging.getLogger(__name__)
 
-_POLL_INTERVAL_S = 0.1
-"""Seconds between two looks for an instance that can serve."""
-
-_JITTER_S = 0.5
-"""Seconds over which requests that waited for the same busy instance are spread."""
-
-_MAX_READ = 64 * 2**20
-"""Maximum number of bytes of an unstreamed answer that is read for the ticket in it."""
-
 
 class Delivery:
     """Delivers one request's answer to the client."""
+
+    max_read = 64 * 2**20
+    """Maximum number of bytes of an unstreamed answer that is read for the ticket in it."""
+    jitter_s = 0.5
+    """Seconds over which requests that waited for the same busy instance are spread."""
+    poll_interval_s = 0.1
+    """Seconds between two looks for an instance that can serve."""
 
     def __init__(
         self, services: Services, response: Response, body: RequestBody, legs: RequestLegs, record: RequestRecord
@@ -69,7 +67,7 @@ class Delivery:
             if (stream := self._resumable_stream(answer)) is not None:
                 return await self._stream(answer, stream)
             if conversation is not None and conversation.keeps_kv and head.status == 200 and not head.is_event_stream:
-                content = await relay.read(answer, _MAX_READ)
+                content = await relay.read(answer, self.max_read)
                 content = conversation.strip_ticket(answer.instance, content, events=False)
                 response.send(head.status, content, relay.headers(answer, with_length=False))
                 return True
@@ -162,8 +160,8 @@ class Delivery:
                     return answer
             if self._services.clock.monotonic() >= deadline:
                 return None
-            self._jitter_s = RANDOM.uniform(0.0, _JITTER_S)
-            await asyncio.sleep(_POLL_INTERVAL_S)  # until an instance is back, or not busy
+            self._jitter_s = RANDOM.uniform(0.0, self.jitter_s)
+            await asyncio.sleep(self.poll_interval_s)  # until an instance is back, or not busy
 
     async def _try_instance(self, instance: Instance, body: bytes) -> Leg | None:
         """The instance's answer; None if it is busy, failed or refused, which is recorded."""

@@ -40,10 +40,6 @@ from kvferry.router.request.progress_timeout import ProgressTimeout
 
 logger = logging.getLogger(__name__)
 
-_MIN_PREFILL_BYTES_PER_S = 1000
-"""Bytes of a request's body per additional second until its answer must begin: not every engine computes a prompt in
-steps that can be counted."""
-_MAX_SWEEP_S = 1.0
 _STEPS = re.compile(rb"^(?:kvferry:engine_steps_total|vllm:iteration_tokens_total_count)(?:\{[^\n]*\})? (\S+)$", re.M)
 """Number of steps of an engine, in the metrics of kvferry and of vLLM."""
 
@@ -265,6 +261,11 @@ class Leg:
 class Legs:
     """The legs of all requests."""
 
+    max_sweep_s = 1.0
+    min_prefill_bytes_per_s = 1000
+    """Bytes of a request's body per additional second until its answer must begin: not every engine computes a
+    prompt in steps that can be counted."""
+
     def __init__(self, config: RouterConfig, clock: Clock, connections: Connections) -> None:
         self._connections, self.now = connections, clock.monotonic
         self._first_byte_s, self.between_bytes_s = config.first_byte_timeout_s, config.between_bytes_timeout_s
@@ -305,7 +306,7 @@ class Legs:
             raise InvalidRequest(f"the request cannot be sent on: {error}") from error
         now = self.now()
         work = Work(instance.load, uncached, now, computes=computes, decodes=decodes)
-        silence_s = self._first_byte_s + (0 if body is None else len(body) / _MIN_PREFILL_BYTES_PER_S)
+        silence_s = self._first_byte_s + (0 if body is None else len(body) / self.min_prefill_bytes_per_s)
         leg = Leg(self, call, instance, work, changes, ProgressTimeout(instance, silence_s, now, partner), now)
         self.open[leg] = None
         return leg
@@ -314,7 +315,7 @@ class Legs:
 
     async def watch(self) -> None:
         """Give up legs that have waited too long; runs until it is cancelled."""
-        sweep_s = min(_MAX_SWEEP_S, self._silence_s / 4)
+        sweep_s = min(self.max_sweep_s, self._silence_s / 4)
         async with asyncio.TaskGroup() as group:
             checked_at = self.now()
             while True:

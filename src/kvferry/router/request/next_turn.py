@@ -29,14 +29,6 @@ from kvferry.router.request.releases import Releases
 
 logger = logging.getLogger(__name__)
 
-_MAX_TICKET = 64 * 1024
-_MAX_CONVERSATIONS = 8192
-_MAX_MODEL = 256
-"""Characters of a model's name that are part of a conversation's key."""
-_TICKET_TTL_S = 480.0
-"""Default seconds for which D keeps_kv blocks (`decoder_kv_blocks_ttl`)."""
-
-_SWEEP_INTERVAL_S = 0.5
 
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
@@ -62,6 +54,12 @@ class KeptTicket:
 class NextTurns:
     """Tickets by conversation, shared by all routers of a port; the least recent conversations are dropped first. If a
     ticket is lost, the next turn is computed."""
+
+    sweep_interval_s = 0.5
+    ticket_ttl_s = 480.0
+    """Default seconds for which D keeps_kv blocks (`decoder_kv_blocks_ttl`)."""
+    max_conversations = 8192
+    max_ticket = 64 * 1024
 
     def __init__(
         self, pools: Pools, state: SharedState, clock: Clock, releases: Releases, *, keep_while_draining_s: float
@@ -126,7 +124,7 @@ class NextTurns:
     async def watch(self) -> None:
         """Drop useless tickets again and again; runs until it is cancelled."""
         while True:
-            await asyncio.sleep(_SWEEP_INTERVAL_S)
+            await asyncio.sleep(self.sweep_interval_s)
             with suppress(Unavailable):
                 self.sweep()
 
@@ -153,7 +151,7 @@ class NextTurns:
     def _insert(self, session: str, ticket: KeptTicket) -> None:
         params = msgspec.json.encode(ticket.params)
         row = TicketRow(session, ticket.decode.member, ticket.engine_id, ticket.transfer_id, params, ticket.until)
-        for evicted in self._state.store_ticket(row, _MAX_CONVERSATIONS):
+        for evicted in self._state.store_ticket(row, self.max_conversations):
             decode = next((instance for instance in self._pools if instance.member == evicted.member), None)
             if decode is not None and evicted.transfer_id != ticket.transfer_id:  # a stream may contain a ticket twice
                 self.release(_to_ticket(evicted, decode))
@@ -194,10 +192,10 @@ class NextTurns:
             params = msgspec.json.decode(content, type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return
-        until = self._clock.monotonic() + _TICKET_TTL_S
+        until = self._clock.monotonic() + self.ticket_ttl_s
         engine_id = facts.engine_id if isinstance(facts, InstanceFacts) else ""
         ticket = KeptTicket(decode, engine_id, parsed.remote_transfer_id, params, until)
-        if not engine_id or len(content) > _MAX_TICKET or not self._is_usable(decode):
+        if not engine_id or len(content) > self.max_ticket or not self._is_usable(decode):
             self.release(ticket)
             self.drop(session)
             return
@@ -212,11 +210,13 @@ class Conversation:
     """The tickets of one request's conversation. `keeps_kv`: D keeps_kv its KV for the next turn, and its answer
     contains the ticket."""
 
+    max_model = 256
+    """Characters of a model's name that are part of a conversation's key."""
     __slots__ = ("_session", "_turns", "keeps_kv")
 
     def __init__(self, turns: NextTurns, traits: PromptTraits) -> None:
         self._turns = turns
-        self._session = f"{traits.model[:_MAX_MODEL]} {traits.session}"
+        self._session = f"{traits.model[: self.max_model]} {traits.session}"
         """Conversations of different models are different."""
         self.keeps_kv = False
 

@@ -26,13 +26,8 @@ ERROR_EVENT = b'data: {"error"'
 _RETRYABLE_ERRORS = frozenset({"unavailable_error", "server_error", "hand_off_error", "rate_limit_error"})
 """Types of errors that the instance causes, not the request."""
 
-_MAX_HELD_BYTES = 16 * 2**20
-"""Maximum number of bytes that are held back for the end of an event, or of the stream."""
 
 _MARKED_EVENTS = Pattern(MARK, "first line", (LAST_MARK,))
-
-_MAX_MARKS = 256
-"""Maximum number of unparsed marks. More are parsed, since a line takes ten times the memory of its tokens."""
 
 
 class _Error(msgspec.Struct):
@@ -47,6 +42,9 @@ class ResumableStream(ABC):
     """The events of a stream that several instances of the kind `kind` may send in turn. An event is forwarded whole or
     not at all. `begun`: the client has an event. `error`: the event with which the instance itself ended the stream.
     `is_unrecoverable`: no instance can continue it."""
+
+    max_held_bytes = 16 * 2**20
+    """Maximum number of bytes that are held back for the end of an event, or of the stream."""
 
     def __init__(self, kind: type[Facts]) -> None:
         self.kind = kind
@@ -109,7 +107,7 @@ class ResumableStream(ABC):
         return b""
 
     def _require_bounded(self, num_bytes: int) -> None:
-        if num_bytes > _MAX_HELD_BYTES:
+        if num_bytes > self.max_held_bytes:
             raise UnreadableStream(f"{num_bytes} bytes of a stream without the end of an event, or of the stream")
 
     def _end_with_error(self, event: bytes) -> bytes:
@@ -140,6 +138,9 @@ class ResumableStream(ABC):
 class Progress(ResumableStream):
     """The progress of a stream whose events have marks."""
 
+    max_marks = 256
+    """Maximum number of unparsed marks. More are parsed, since a line takes ten times the memory of its tokens."""
+
     def __init__(self) -> None:
         super().__init__(InstanceFacts)
         self._first = self._last = b""
@@ -159,7 +160,7 @@ class Progress(ResumableStream):
             self.begun, self._first = True, mark
         marks = self._marks
         marks.append(mark)
-        if len(marks) > _MAX_MARKS:
+        if len(marks) > self.max_marks:
             self._compact()
         return event
 
@@ -169,7 +170,7 @@ class Progress(ResumableStream):
     def on_forwarded(self, captured: bytes) -> None:
         """Append the captured marks, a line each."""
         self._marks += captured.split(b"\n")[:-1]
-        if len(self._marks) > _MAX_MARKS:
+        if len(self._marks) > self.max_marks:
             self._compact()
 
     def _compact(self) -> None:

@@ -27,11 +27,12 @@ _EVENT_BYTES = 240
 """Approximate bytes of a token in a stream: decoding is measured by bytes, as answers are not parsed."""
 _TEXT_BYTES = 4.0
 """Approximate bytes of a token in an unstreamed answer."""
-_MAX_ATTEMPTS = 64
 
 
 class RequestRecord:
     """Records the decision, metrics, spans and measurements of one request."""
+
+    max_attempts = 64
 
     def __init__(self, services: Services, request: ClientRequest, traits: PromptTraits) -> None:
         chooser = services.chooser
@@ -77,7 +78,7 @@ class RequestRecord:
 
     def failed_instance(self, instance: Instance, reason: str) -> None:
         """Record that an instance could not serve the request."""
-        if len(self.decision.attempts) < _MAX_ATTEMPTS:
+        if len(self.decision.attempts) < self.max_attempts:
             self.decision.attempts.append(Attempt(instance.role, instance.name, reason))
         self._metrics.leg_failed(instance, reason)
         request_id = self.decision.request_id.decode(errors="replace")

@@ -23,17 +23,16 @@ from kvferry.router.request.leg import Leg
 
 logger = logging.getLogger(__name__)
 
-_FORMER_HOST_TTL_S = 600.0
-"""Seconds for which the host of a former instance is still masked, since other instances may still name it."""
 
 _NOTHING = re.compile(rb"(?!)")
-_MAX_ERROR = 256 * 1024
-"""Maximum number of bytes of an error's body, which is read whole and masked."""
 _ERROR = b'"error"'
 
 
 class Relay:
     """Sends answers to clients."""
+
+    max_error = 256 * 1024
+    """Maximum number of bytes of an error's body, which is read whole and masked."""
 
     def __init__(self, pools: Pools, clock: Clock) -> None:
         self._addresses = _Addresses(pools, clock)
@@ -49,7 +48,7 @@ class Relay:
             raise BadAnswer(f"{leg.instance} answered with a redirect, which is not forwarded to clients")
         is_stream = leg.head.is_event_stream
         if leg.head.status >= 400 and not is_stream:
-            content = await self.read(leg, _MAX_ERROR)
+            content = await self.read(leg, self.max_error)
             response.send(leg.head.status, self.hide(content), self.headers(leg, with_length=False))
             return True
         response.start(leg.head.status, self.headers(leg))
@@ -117,6 +116,9 @@ class _Masking(_Passthrough):
 class _Addresses:
     """The pattern of instances' addresses in a text: hosts, with or without scheme and port."""
 
+    former_host_ttl_s = 600.0
+    """Seconds for which the host of a former instance is still masked, since other instances may still name it."""
+
     def __init__(self, pools: Pools, clock: Clock) -> None:
         self._pools, self._clock = pools, clock
         self._revision = -1
@@ -130,7 +132,7 @@ class _Addresses:
         if self._revision != self._pools.revision:
             self._revision, now = self._pools.revision, self._clock.monotonic()
             hosts = {host for instance in self._pools for host in _hosts(instance) if host}
-            self._former_hosts |= dict.fromkeys(self._hosts - hosts, now + _FORMER_HOST_TTL_S)
+            self._former_hosts |= dict.fromkeys(self._hosts - hosts, now + self.former_host_ttl_s)
             self._former_hosts = {
                 host: until for host, until in self._former_hosts.items() if until > now and host not in hosts
             }

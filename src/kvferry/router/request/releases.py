@@ -25,12 +25,13 @@ RELEASE_PATH = "/kvferry/release"
 NO_MODEL = "kvferry-release"
 """Name of a model that no server serves."""
 
-_MAX_CONCURRENT = 1024
 _BATCH_SIZE = 32
 
 
 class Releases:
     """Sends releases in the background, within a task group that the app owns."""
+
+    max_concurrent = 1024
 
     def __init__(self, connections: Connections, metrics: Metrics, timeout_s: float) -> None:
         self._connections, self._metrics, self._timeout_s = connections, metrics, timeout_s
@@ -75,7 +76,7 @@ class Releases:
         self._begin(decode, "/v1/completions", msgspec.json.encode(body), allowed, expected=404)
 
     def _begin(self, instance: Instance, path: str, body: bytes, headers: RawHeaders, expected: int) -> None:
-        if self._group is None or self.num_running >= _MAX_CONCURRENT:
+        if self._group is None or self.num_running >= self.max_concurrent:
             self._metrics.released("dropped")
             return
         self.num_running += 1

@@ -24,8 +24,6 @@ _NO_CHOICES = b'"choices":[]'
 """Part of the event with the usage, which follows the events of all choices."""
 _CONTENT_EVENTS = Pattern(_DATA, "all", (_FINISHED, _NO_CHOICES, ERROR_EVENT, _DONE))
 
-_MAX_EVENTS = 256
-"""Maximum number of unparsed events."""
 
 _TEXTS = ("text", "content", "reasoning", "reasoning_content")
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset", "content", "token_ids")
@@ -34,6 +32,9 @@ _ONCE = ("role", "prompt_token_ids", "prompt_logprobs")
 
 class Replay(ResumableStream):
     """A stream, of one choice or more, that several instances of the kind `kind` may send in turn."""
+
+    max_events = 256
+    """Maximum number of unparsed events."""
 
     def __init__(self, kind: type[Facts]) -> None:
         super().__init__(kind)
@@ -85,7 +86,7 @@ class Replay(ResumableStream):
     def _compact(self) -> None:
         """Parse pending events. A stream that cannot be parsed cannot be continued, but is forwarded as long as its
         instance sends it."""
-        if len(self._pending) > _MAX_EVENTS:
+        if len(self._pending) > self.max_events:
             with suppress(UnreadableStream):
                 self._parse_pending()
 

@@ -27,10 +27,6 @@ from kvferry.router.request.next_turn import Conversation, KeptTicket
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.services import Services
 
-_PREFILL_GRACE_S = 5.0
-"""Seconds for which P's answer may come after the client has all of D's."""
-_MAX_PREFILL_ANSWER_BYTES = 16 * 2**20
-
 _ENCODER = msgspec.json.Encoder()
 _SINGLE = (None, 1)
 """Values of `n` and `best_of` for a single choice."""
@@ -43,6 +39,10 @@ _UNMARKED_FACTS = (VllmFacts, SglangFacts, UnknownFacts)
 class RequestLegs:
     """Sends the legs of one request, for one task. `close` cuts open legs, and lets P release KV that was not
     fetched."""
+
+    max_prefill_answer_bytes = 16 * 2**20
+    prefill_grace_s = 5.0
+    """Seconds for which P's answer may come after the client has all of D's."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RequestLegs:
                     self.conversation.keep_if_supported(self._services.pools.decode.instances)
         body = prefill_body(self._body, form, seed, None if ticket is None else ticket.params)
         leg = self._send("prefill", instance, body, _NOT_COMPRESSED + form.prefill_headers, computes=True)
-        leg.collect(_MAX_PREFILL_ANSWER_BYTES)
+        leg.collect(self.max_prefill_answer_bytes)
         hand_off = HandOff(leg, form, ticket, self.conversation, self._record)
         self._hand_offs.append(hand_off)
         return hand_off
@@ -175,7 +175,7 @@ class RequestLegs:
     async def wait_for_prefill(self, hand_off: HandOff) -> None:
         """Wait for P's answer, which in a concurrent hand-off is imminent once the client has D's."""
         try:
-            async with asyncio.timeout(_PREFILL_GRACE_S):
+            async with asyncio.timeout(self.prefill_grace_s):
                 while hand_off.outcome == "waiting":
                     await self.changes.wait()
         except TimeoutError:

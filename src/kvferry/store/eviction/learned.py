@@ -34,11 +34,6 @@ from kvferry.store.eviction.age_queue import AgeQueue
 from kvferry.store.eviction.base import EvictionPolicy, Key
 from kvferry.store.eviction.reuse_model import ReuseModel
 
-MAX_EVICTIONS_A_RANKING = 64
-RANKING_S = 1.0
-EVALUATION_TTL_S = 0.01
-SAME_REQUEST_S = 5.0
-"""Uses of one group within this time count as one request's, which may read its blocks in several calls."""
 EXTRA_HISTORY = 65_536
 """Number of evicted blocks that are remembered, in addition to as many as may be kept."""
 UNKNOWN_OUTPUT = 7
@@ -112,6 +107,12 @@ class LearnedPolicy(EvictionPolicy):
     """Keeps groups by class, in the order of their last use; `ReuseModel` says in which class the oldest group is worth
     the least."""
 
+    same_request_s = 5.0
+    """Uses of one group within this time count as one request's, which may read its blocks in several calls."""
+    evaluation_ttl_s = 0.01
+    ranking_s = 1.0
+    max_evictions_a_ranking = 64
+
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._model = ReuseModel()
@@ -122,7 +123,7 @@ class LearnedPolicy(EvictionPolicy):
         self._split: dict[Group, None] = {}
         """Groups of which a use has moved some blocks and left some."""
         self._moves: OrderedDict[Group, Group] = OrderedDict()
-        """The group to which uses move the blocks of each group, for `SAME_REQUEST_S`. It is not an attribute of the
+        """The group to which uses move the blocks of each group, for `same_request_s`. It is not an attribute of the
         group, which would keep all later groups alive."""
         self._ranking: list[tuple[float, int, bool]] = []
         """A heap of (worth when last computed, class, true if the worth is of the newest group and not of the
@@ -165,7 +166,7 @@ class LearnedPolicy(EvictionPolicy):
     def _record_use(self, key: Key, group: Group, index: int, now: float) -> None:
         """Move a block of `group`, which it has left, to the group of the other blocks that the same request uses."""
         target = self._moves.get(group)
-        if target is None or now - target.started > SAME_REQUEST_S:
+        if target is None or now - target.started > self.same_request_s:
             self._model.reused(group.trial, now)
             target = self._move(group, now)
         if group.keys:
@@ -180,7 +181,9 @@ class LearnedPolicy(EvictionPolicy):
         group.moved_at = now
         moves[group] = target
         moves.move_to_end(group)
-        while now - next(iter(moves.values())).started > SAME_REQUEST_S or len(moves) > self.capacity + EXTRA_HISTORY:
+        while (
+            now - next(iter(moves.values())).started > self.same_request_s or len(moves) > self.capacity + EXTRA_HISTORY
+        ):
             moves.popitem(last=False)
         return target
 
@@ -199,7 +202,7 @@ class LearnedPolicy(EvictionPolicy):
 
     def _victim(self, now: float) -> Key | None:
         while self._groups:
-            if self._num_evictions_left <= 0 or not self._ranking or now - self._ranked_at > RANKING_S:
+            if self._num_evictions_left <= 0 or not self._ranking or now - self._ranked_at > self.ranking_s:
                 self._rank(now)
             worth, class_number, newest = self._ranking[0]
             queue = self._queues.get(class_number)
@@ -207,7 +210,7 @@ class LearnedPolicy(EvictionPolicy):
                 heapq.heappop(self._ranking)
                 continue
             group = queue.newest() if newest else queue.oldest()
-            if group is not self._evaluated or now - self._evaluated_at > EVALUATION_TTL_S:
+            if group is not self._evaluated or now - self._evaluated_at > self.evaluation_ttl_s:
                 worth_now = self._model.worth(class_number, now - group.started)
                 if worth_now > worth:  # another group is at that end now
                     heapq.heapreplace(self._ranking, (worth_now, class_number, newest))
@@ -243,7 +246,7 @@ class LearnedPolicy(EvictionPolicy):
                 ranking.append((self._model.worth(class_number, now - newest.started), class_number, True))
         heapq.heapify(ranking)
         self._ranking, self._ranked_at = ranking, now
-        self._num_evictions_left = min(MAX_EVICTIONS_A_RANKING, 1 + self.capacity // 64)
+        self._num_evictions_left = min(self.max_evictions_a_ranking, 1 + self.capacity // 64)
 
     def _split_off_rests(self, now: float) -> None:
         """Make groups of the blocks that a use of their group did not include."""

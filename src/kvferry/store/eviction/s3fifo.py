@@ -11,12 +11,13 @@ from collections import OrderedDict
 from kvferry.store.eviction.base import EvictionPolicy, Key
 
 SMALL_SHARE = 0.1
-MAX_USES = 3
 
 
 class S3Fifo(EvictionPolicy):
     """The small and the main queue, with each block's uses (0 to 3), and ghosts: names of blocks that the small queue
     evicted."""
+
+    max_uses = 3
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -34,7 +35,7 @@ class S3Fifo(EvictionPolicy):
 
     def _access(self, key: Key, now: float) -> None:
         queue = self._small if key in self._small else self._main
-        queue[key] = min(queue[key] + 1, MAX_USES)
+        queue[key] = min(queue[key] + 1, self.max_uses)
 
     def _remove(self, key: Key) -> None:
         (self._small if key in self._small else self._main).pop(key)

@@ -16,7 +16,6 @@ from kvferry.store.disk import DISK, TEMPORARY_SUFFIX, Disk, NotAFile
 
 _NOTE_FILE = re.compile(rf"[0-9a-f]{{64}}\.note(?:\.[^/]*\{TEMPORARY_SUFFIX})?\Z")
 _EXPIRY_BYTES = 8
-SWEEP_NOTES_S = 60.0
 SWEEP_BATCH = 32
 
 
@@ -29,6 +28,8 @@ class NoteFiles:
     """Notes, one in each file: 8 bytes with the time of expiry (Unix time in ms, little-endian), then the content.
     Expired ones are removed now and then, some with each write, so that no write takes long where there are many. Any
     thread."""
+
+    sweep_notes_s = 60.0
 
     def __init__(self, folder: Path, access: FileAccess, disk: Disk = DISK) -> None:
         self._folder, self._access, self._disk = folder, access, disk
@@ -81,7 +82,7 @@ class NoteFiles:
 
     def _sweep_some(self) -> None:
         now = SYSTEM_CLOCK.monotonic()
-        if not self._to_sweep and now - self._last_sweep > SWEEP_NOTES_S:
+        if not self._to_sweep and now - self._last_sweep > self.sweep_notes_s:
             self._last_sweep = now
             with suppress(OSError):
                 self._to_sweep.extend(note_files(self._folder, "*", self._disk))

@@ -49,8 +49,6 @@ WAYS = 8
 """Slots in a set."""
 NUM_NOTE_SLOTS = 2**18
 """Slots for notes, shared by all layouts."""
-TOUCH_S = 60.0
-"""A block's time of use in the index is renewed only if it is older than this, to spare the server."""
 BATCH_BYTES = 64 * 2**20
 """Maximum bytes of blocks that are encoded, or sent, or received at a time."""
 PIN_TRIES = 3
@@ -79,6 +77,9 @@ _Change = Callable[[list[LMCacheSlot], int], LMCacheSlot]
 
 class LMCacheStore(SharedStore):
     """A store in an LMCache server, which other instances may share. `client`: its connections; `sets`: its index."""
+
+    touch_s = 60.0
+    """A block's time of use in the index is renewed only if it is older than this, to spare the server."""
 
     options_type = LMCacheOptions
     options: LMCacheOptions
@@ -237,7 +238,7 @@ class LMCacheStore(SharedStore):
         now = SYSTEM_CLOCK.wall()
         addresses = {name: self.sets.find(sets, name) for name in hashes}
         slots = {name: sets[at.set_number][at.way] for name, at in addresses.items() if at is not None}
-        old = [name for name, slot in slots.items() if now - slot.used_s > TOUCH_S]
+        old = [name for name, slot in slots.items() if now - slot.used_s > self.touch_s]
         if old:
             await self._change(old, lambda slots, way: msgspec.structs.replace(slots[way], used_s=now))
 

@@ -21,12 +21,8 @@ _REQUEST, _ANSWER = struct.Struct("<9i150s"), struct.Struct("<9i")
 _PUT, _GET, _HEALTH, _SUCCESS = 1, 2, 5, 200
 _BINARY, _UINT8 = 4, 6
 """LMCache's numbers of the format and the dtype that mean plain bytes."""
-CONNECT_S = 3.0
-COMMAND_S = 30.0
-"""Maximum seconds for one call; a tier's `deadline_s` is shorter."""
 WINDOW = 64
 """Maximum number of gets in flight on one connection: with more, both ends could wait for the other to read."""
-MAX_CONNECTIONS = 4
 MAX_BYTES = 2**31 - 1
 """Maximum length of a value: it is an i32."""
 PLACEHOLDER_KEY = "kvferry@1@0@0@uint8"
@@ -40,10 +36,15 @@ class DamagedValue(Exception):
 class LMCacheClient:
     """Connections to one server. Used on one event loop. Every method may raise `StoreError`."""
 
+    max_connections = 4
+    command_s = 30.0
+    """Maximum seconds for one call; a tier's `deadline_s` is shorter."""
+    connect_s = 3.0
+
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        self._connection_limit = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._connection_limit = asyncio.Semaphore(self.max_connections)
 
     async def close(self) -> None:
         """Close the connections that are idle."""
@@ -109,7 +110,7 @@ class LMCacheClient:
     async def _connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """One connection for the caller alone. After an error or a cancellation it is closed, with all idle ones."""
         try:
-            async with asyncio.timeout(COMMAND_S), self._connection_limit:
+            async with asyncio.timeout(self.command_s), self._connection_limit:
                 reader, writer = self._free.pop() if self._free else await self._connect()
                 try:
                     yield reader, writer
@@ -127,7 +128,7 @@ class LMCacheClient:
             raise StoreError(f"cannot reach {self._name}: {error.strerror or error}") from error
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        async with asyncio.timeout(CONNECT_S):
+        async with asyncio.timeout(self.connect_s):
             return await asyncio.open_connection(self._host, self._port)
 
 

@@ -22,10 +22,6 @@ import xxhash
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.store.media.lmcache_client import DamagedValue, LMCacheClient
 
-MAX_INDEX_BYTES = 4096
-"""A longer value is not read as an index."""
-LOCK_POLL_S = 0.001
-
 
 class LMCacheSlot(msgspec.Struct, array_like=True):
     """The index entry of one slot. An empty `block_hash`: no block. `used_s`: time of the last use, since the epoch."""
@@ -50,6 +46,9 @@ class SlotAddress:
 class LMCacheSets:
     """The sets of one layout and codec on one server. `name` is a part of all its keys. Methods that read or write may
     raise `StoreError`."""
+
+    max_index_bytes = 4096
+    """A longer value is not read as an index."""
 
     def __init__(self, client: LMCacheClient, server: str, name: str, num_sets: int, ways: int) -> None:
         """`server`: its address; stores of this process with the same `server` and `name` share one lock."""
@@ -76,7 +75,7 @@ class LMCacheSets:
     async def read(self, hashes: Iterable[BlockHash]) -> SlotsBySet:
         """The sets of these blocks, in one batch. An index that is missing or damaged reads as empty slots."""
         numbers = sorted({self.set_of(block_hash) for block_hash in hashes})
-        values = await self._client.get([self.index_key(number) for number in numbers], MAX_INDEX_BYTES)
+        values = await self._client.get([self.index_key(number) for number in numbers], self.max_index_bytes)
         return {number: self._decoded(value) for number, value in zip(numbers, values, strict=True)}
 
     def _decoded(self, value: bytes | DamagedValue | None) -> list[LMCacheSlot]:
@@ -108,13 +107,15 @@ class LMCacheSets:
 class _IndexLock:
     """Mutual exclusion of the stores of this process, which may be on different event loops."""
 
+    lock_poll_s = 0.001
+
     def __init__(self) -> None:
         self._lock = Lock()
 
     async def __aenter__(self) -> None:
         # Polled, as the holder may be on another thread's loop, and a cancelled wait must not take it.
         while not self._lock.acquire(blocking=False):  # noqa: ASYNC110 - no event reaches from loop to loop
-            await asyncio.sleep(LOCK_POLL_S)
+            await asyncio.sleep(self.lock_poll_s)
 
     async def __aexit__(self, *error: object) -> None:
         self._lock.release()

@@ -45,8 +45,6 @@ _FREE, _WRITING, _READY = 0, 1, 2
 _ADDED, _TAKEN, _FREED, _ACCESSED, _PINNED, _UNPINNED, _FINISHED = 1, 2, 3, 4, 5, 6, 7
 _KIND_BITS = 8
 """The low bits of an event's `kind`; the bits above them are its number (of output tokens, for `_FINISHED`)."""
-MAX_ANSWER_TOKENS = 2**24 - 1
-"""The largest number of output tokens that an event can hold."""
 _NO_PARENT = bytes(32)
 _RECLAIMS = 64
 """Number of searches of a full arena for slots that dead processes were writing, while as many blocks are stored as it
@@ -74,6 +72,9 @@ class ArenaSlot:
 
 class MemoryIndex:
     """The index of an arena. All methods but `locked` and `release_memory` may be called only within `locked`."""
+
+    max_answer_tokens = 2**24 - 1
+    """The largest number of output tokens that an event can hold."""
 
     def __init__(self, arena: Arena, num_slots: int, eviction: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -134,7 +135,7 @@ class MemoryIndex:
 
     def finish(self, number: int, num_output_tokens: int) -> None:
         """Record that a request whose prompt includes the block in this slot has got its whole answer."""
-        num_tokens = min(num_output_tokens, MAX_ANSWER_TOKENS)
+        num_tokens = min(num_output_tokens, self.max_answer_tokens)
         self._policy.finish([self._hash_of[number]], num_tokens, self._clock.monotonic())
         self._report_event(_FINISHED | num_tokens << _KIND_BITS, number)
 

@@ -43,8 +43,6 @@ EXISTS, NO_ROOM = 1, (-200, -10)
 _EXPIRY_BYTES = 8
 BATCH_BYTES = 8 * 2**20
 """Maximum bytes of encoded blocks in one call, and on their way to the client."""
-CLOSE_S = 5.0
-"""Maximum seconds that `close` waits for the client."""
 
 
 class MooncakeOptions(StoreOptions, frozen=True, kw_only=True):
@@ -74,6 +72,9 @@ class MooncakeOptions(StoreOptions, frozen=True, kw_only=True):
 class MooncakeStore(SharedStore):
     """A store in the memory of Mooncake clients. `location`: the master's address, `//host:port`."""
 
+    close_s = 5.0
+    """Maximum seconds that `close` waits for the client."""
+
     options_type = MooncakeOptions
     options: MooncakeOptions
     ends_calls = True
@@ -94,9 +95,9 @@ class MooncakeStore(SharedStore):
 
     async def close(self) -> None:
         """Disconnect, and free the memory that this instance lent. A master that hangs is not waited for longer than
-        `CLOSE_S`."""
+        `close_s`."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
+            async with asyncio.timeout(self.close_s):
                 await self._threads.run(lambda stop: self._disconnect())
         self._codec_threads.close()
         self._threads.close()

@@ -15,7 +15,6 @@ from kvferry.core.errors import ConfigError
 from kvferry.store.eviction.base import EvictionPolicy
 from kvferry.store.trace.records import TraceRequest
 
-ANSWER_STARTS_S = 1.0
 SECONDS_PER_OUTPUT_TOKEN = 0.03
 """Sets when an answer is complete, which traces do not contain and policies are called for."""
 
@@ -34,6 +33,8 @@ class Cache(Protocol):
 class PolicyCache:
     """A cache of at most `capacity` blocks, chosen by an eviction policy; driven as a store drives it."""
 
+    answer_starts_s = 1.0
+
     def __init__(self, policy: EvictionPolicy, capacity: int, *, uses_finishes: bool = True) -> None:
         self._policy, self._capacity, self._uses_finishes = policy, capacity, uses_finishes
         self._running: list[tuple[float, int, TraceRequest]] = []
@@ -47,7 +48,7 @@ class PolicyCache:
         self._use(request.hash_ids, now)
         if self._uses_finishes:
             self._num_requests += 1
-            end = now + ANSWER_STARTS_S + SECONDS_PER_OUTPUT_TOKEN * request.output_length
+            end = now + self.answer_starts_s + SECONDS_PER_OUTPUT_TOKEN * request.output_length
             heapq.heappush(self._running, (end, self._num_requests, request))
 
     def _use(self, keys: list[int], now: float) -> None:

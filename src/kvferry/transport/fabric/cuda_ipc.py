@@ -26,8 +26,6 @@ from kvferry.transport.fabric.shm import machine_id
 from kvferry.transport.memory import Region, RegionMap, Span, join
 from kvferry.transport.transfer_loop import uncancelled
 
-POLL_S = 0.0002
-
 
 class CudaIpcDescription(msgspec.Struct, frozen=True):
     """A peer's description for readers. Each region: its allocation's handle, its offset in the allocation, its
@@ -93,6 +91,8 @@ class CudaIpcFabric(Fabric):
 class CudaIpcPeer(FabricPeer):
     """The mapped allocations of a peer. Owns the mappings, and a stream of copies."""
 
+    poll_s = 0.0002
+
     def __init__(self, fabric: CudaIpcFabric, regions: Sequence[Region], mapped: Sequence[int]) -> None:
         self._driver, self._mapped = fabric.driver, mapped
         self._copies = fabric.make_copies(fabric.driver)
@@ -111,7 +111,7 @@ class CudaIpcPeer(FabricPeer):
 
     async def _wait_until_idle(self) -> None:
         while not self._copies.is_idle():  # noqa: ASYNC110 - CUDA has no event to wait for without blocking
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self.poll_s)
 
     async def close(self) -> None:
         """Unmap when no copy is running."""

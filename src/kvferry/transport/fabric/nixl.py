@@ -37,13 +37,6 @@ log = logging.getLogger(__name__)
 SLICE_BYTES = 16 * 2**20
 """Bytes of one transfer. If UCX copies synchronously, the loop is blocked for this long."""
 SLICE_PIECES = 8192
-MAX_IN_FLIGHT = 4
-POLL_S = 0.0002
-"""NIXL makes progress while it is polled. It is polled for this time before other tasks run."""
-SPIN_S = 0.0005
-"""A transfer is polled in every iteration of the loop for this time, and then once a millisecond."""
-GRACE_S = 1.0
-"""Seconds that an abandoned transfer may continue before the agent that reads is closed."""
 BEACON_BYTES = 16
 DRAM = MemoryKind("DRAM")
 
@@ -192,6 +185,12 @@ class _ReadingAgent:
 class NixlPeer(FabricPeer):
     """Reads from one peer. Owns its transfers until each has ended."""
 
+    grace_s = 1.0
+    """Seconds that an abandoned transfer may continue before the agent that reads is closed."""
+    poll_s = 0.0002
+    """NIXL makes progress while it is polled. It is polled for this time before other tasks run."""
+    max_in_flight = 4
+
     def __init__(
         self, fabric: NixlFabric, reader: _ReadingAgent, remote: _Remote, description: NixlDescription
     ) -> None:
@@ -204,7 +203,7 @@ class NixlPeer(FabricPeer):
         self._idle.set()
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Post slices, at most `MAX_IN_FLIGHT` at a time, and poll until they are done."""
+        """Post slices, at most `max_in_flight` at a time, and poll until they are done."""
         pieces = join(remote, self._remote_map, local, self._local_map, SLICE_BYTES)
         await self.transfer(pieces, self._fabric.kind, self._kind, deadline)
 
@@ -220,7 +219,7 @@ class NixlPeer(FabricPeer):
                 self.require_going(deadline)
                 in_flight.append(self._agent.post(part, local_kind, remote_kind, self._remote.name))
                 await asyncio.sleep(0)
-                await self._wait_for_transfers(in_flight, MAX_IN_FLIGHT - 1, deadline)
+                await self._wait_for_transfers(in_flight, self.max_in_flight - 1, deadline)
             await self._wait_for_transfers(in_flight, 0, deadline)
         finally:
             try:
@@ -242,8 +241,8 @@ class NixlPeer(FabricPeer):
             self.require_going(deadline)
 
     def _poll(self, handle: Handle) -> bool:
-        """Poll a transfer for up to `POLL_S`. True: it is done."""
-        until = SYSTEM_CLOCK.monotonic() + POLL_S
+        """Poll a transfer for up to `poll_s`. True: it is done."""
+        until = SYSTEM_CLOCK.monotonic() + self.poll_s
         while not self._agent.is_done(handle):
             if SYSTEM_CLOCK.monotonic() >= until:
                 return False
@@ -251,7 +250,7 @@ class NixlPeer(FabricPeer):
 
     async def _quiesce(self, in_flight: deque[Handle]) -> None:
         """Wait until none of these transfers writes any more."""
-        give_up_at = asyncio.get_running_loop().time() + GRACE_S
+        give_up_at = asyncio.get_running_loop().time() + self.grace_s
         pauses, reader = _Pauses(), self._reader
         while in_flight and not reader.is_closing:
             if self._has_ended(in_flight[0]):
@@ -289,8 +288,11 @@ class NixlPeer(FabricPeer):
 class _Pauses:
     """The pauses between two polls: short ones at first."""
 
+    spin_s = 0.0005
+    """A transfer is polled in every iteration of the loop for this time, and then once a millisecond."""
+
     def __init__(self) -> None:
-        self._spin_until = asyncio.get_running_loop().time() + SPIN_S
+        self._spin_until = asyncio.get_running_loop().time() + self.spin_s
 
     async def next(self) -> None:
         """Pause, so that other tasks can run."""

@@ -32,8 +32,6 @@ from kvferry.core.private_folder import private_folder
 from kvferry.transport.memory import Pieces
 
 PROGRESS_DELAY_US = 10_000
-START_S = 60.0
-_HOLD_MARGIN_S = 5.0
 _LOCK_POLL_S = 0.01
 _HOLDER = Struct("<QQ")
 """The content of the lock file: the holder's process id, and a random number of this start."""
@@ -61,12 +59,15 @@ class NixlAgent:
     polled; a thread would compete with that, and halve its speed.
     """
 
+    hold_margin_s = 5.0
+    start_s = 60.0
+
     def __init__(self, name: str, backends: Sequence[str], num_threads: int, *, serves: bool) -> None:
         self.name = name
         self._nixl = _import_nixl()
-        with exclusive_start(_lock_path(), START_S + _HOLD_MARGIN_S):
+        with exclusive_start(_lock_path(), self.start_s + self.hold_margin_s):
             self._agent, self._backends = _run_with_timeout(
-                START_S, lambda: self._start(name, backends, num_threads, serves)
+                self.start_s, lambda: self._start(name, backends, num_threads, serves)
             )
         self._registered: list[Any] = []
 

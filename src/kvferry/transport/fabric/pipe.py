@@ -31,9 +31,6 @@ from kvferry.transport.transfer_loop import uncancelled
 PURPOSE = "pull"
 PIECE_BYTES = 8 * 2**20
 PIECE_SPANS = 2**16
-OPEN_S = 10.0
-STALL_S = 60.0
-"""The pipe is closed if its reader does not receive a piece within this time."""
 
 
 class Pull(Message, frozen=True):
@@ -73,6 +70,10 @@ class TensorPipe(ABC):
 class PipeFabric(DialledFabric):
     """Reads and serves reads through pipes. A subclass has a `name`, and opens pipes."""
 
+    stall_s = 60.0
+    """The pipe is closed if its reader does not receive a piece within this time."""
+    open_s = 10.0
+
     def __init__(self, context: FabricContext) -> None:
         super().__init__(context)
         self.device = torch.device(context.memory.device)
@@ -92,7 +93,7 @@ class PipeFabric(DialledFabric):
 
     async def _serve(self, connection: Connection) -> None:
         """Answer one reader's pulls in order, until it disconnects."""
-        deadline = asyncio.get_running_loop().time() + OPEN_S
+        deadline = asyncio.get_running_loop().time() + self.open_s
         async with limited_to(deadline, f"opening a {self.name} pipe"):
             pipe = await translated(self.name, self.open_pipe(connection, deadline, sends=True))
         try:
@@ -112,7 +113,7 @@ class PipeFabric(DialledFabric):
     async def _send(self, pipe: TensorPipe, addresses: Numbers, lengths: Numbers) -> None:
         for part in Pieces(addresses, addresses, lengths).slices(PIECE_BYTES, PIECE_SPANS):
             piece = torch.cat([bytes_at(address, length, self.device) for address, _, length in part.rows()])
-            async with limited_to(asyncio.get_running_loop().time() + STALL_S, "sending a piece"):
+            async with limited_to(asyncio.get_running_loop().time() + self.stall_s, "sending a piece"):
                 await pipe.send_tensor(piece)
 
 

@@ -34,9 +34,6 @@ from kvferry.transport.transfer_loop import run_together
 SENDER, RECEIVER = 0, 1
 CALL_S = 8.0
 """Maximum seconds of a call, which moves one piece, and takes far less if both ends work."""
-POLL_S = 50e-6
-MAX_VALUES = 64
-MAX_VALUE_BYTES = 8192
 
 
 class Published(Message, frozen=True):
@@ -187,6 +184,8 @@ class GlooFabric(ProcessGroupFabric):
 class NcclFabric(ProcessGroupFabric):
     """Joins two GPUs that NCCL can connect. Never run; tests run it with a group of gloo's in place of NCCL's."""
 
+    poll_s = 50e-6
+
     name = "nccl"
 
     def __init__(self, context: FabricContext) -> None:
@@ -228,7 +227,7 @@ class NcclFabric(ProcessGroupFabric):
         while not work.is_completed():
             if SYSTEM_CLOCK.monotonic() >= deadline:
                 raise RuntimeError("timed out waiting for NCCL")
-            time.sleep(POLL_S)
+            time.sleep(self.poll_s)
         work.wait()
 
     def discard(self, group: Any) -> None:
@@ -239,6 +238,9 @@ class Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
     """The store with which two processes form a group. `publish` is called, on any thread, with each value that this
     process sets; `store_value` and `fail` are called on the loop. Torch makes the group on a thread, which waits in
     `get`."""
+
+    max_value_bytes = 8192
+    max_values = 64
 
     def __init__(self, publish: Callable[[Published], object], timeout_s: float) -> None:
         super().__init__()
@@ -251,7 +253,7 @@ class Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
         """Record a value that this process or the peer has set. Raises `ProtocolError` beyond the needs of a
         rendezvous."""
         with self._changed:
-            if len(self._values) >= MAX_VALUES or len(published.value) > MAX_VALUE_BYTES:
+            if len(self._values) >= self.max_values or len(published.value) > self.max_value_bytes:
                 raise ProtocolError("the peer publishes more than a rendezvous needs")
             self._values[published.key] = published.value
             self._changed.notify_all()

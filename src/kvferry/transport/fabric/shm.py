@@ -44,7 +44,6 @@ Python: 0.4 µs beyond the copy itself, half of a call through ctypes. The calle
 CopyPieces = Callable[[Pieces], None]
 SLICE_BYTES = 8 * 2**20
 """Bytes copied before other tasks run: about a millisecond."""
-MAX_PIECES = 4096
 
 
 class ShmFabric(Fabric):
@@ -80,6 +79,8 @@ class ShmFabric(Fabric):
 class ShmPeer(FabricPeer):
     """The mapped segments of a peer. Owns the mappings."""
 
+    max_pieces = 4096
+
     def __init__(self, segments: Sequence[SharedSegment], memory: BlockMemory) -> None:
         self._segments = segments
         self._remote_map = RegionMap([Region(segment.address, segment.num_bytes) for segment in segments], "peer's")
@@ -89,7 +90,7 @@ class ShmPeer(FabricPeer):
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
         self.require_going(deadline)
         pieces = join(remote, self._remote_map, local, self._local_map, SLICE_BYTES)
-        for index, part in enumerate(pieces.slices(SLICE_BYTES, MAX_PIECES)):
+        for index, part in enumerate(pieces.slices(SLICE_BYTES, self.max_pieces)):
             if index:
                 await asyncio.sleep(0)  # meanwhile the peer may be closed, and unmapped
                 self.require_going(deadline)

@@ -21,8 +21,6 @@ from kvferry.transport.memory import BlockGeometry
 
 MAX_IDS_PER_NEWS = 2**17
 """Approximate maximum number of block ids in one message, well below the limit of a frame."""
-MAX_ENDED_KEYS = 4096
-"""Maximum number of ended keys whose end reason is kept; the oldest are dropped first."""
 
 EndReason = Literal["taken", "released", "unwanted", "expired", "dropped", "full"]
 """The reason why a key has ended: a consumer took it; a consumer released it ("unwanted": before it began); its lease
@@ -72,6 +70,9 @@ class _Entry:
 class EntryTable:
     """A producer's keys: their parts, leases and ends. Listeners are called without the lock, on the thread that made
     the change."""
+
+    max_ended_keys = 4096
+    """Maximum number of ended keys whose end reason is kept; the oldest are dropped first."""
 
     def __init__(self, geometry: BlockGeometry, clock: Clock, bounds: EntryBounds) -> None:
         self.bounds = bounds
@@ -311,7 +312,7 @@ class EntryTable:
         now = self._clock.monotonic()
         self._end_reasons.pop(key, None)
         self._end_reasons[key] = (reason, now + self.bounds.unsealed_s)
-        while len(self._end_reasons) > MAX_ENDED_KEYS or next(iter(self._end_reasons.values()))[1] <= now:
+        while len(self._end_reasons) > self.max_ended_keys or next(iter(self._end_reasons.values()))[1] <= now:
             self._end_reasons.popitem(last=False)
 
     def _end_reason(self, key: str) -> EndReason | None:

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from kvferry.transport.tls import ChannelTls
 
 TICKS_PER_LEASE = 50
-MAX_TICK_S = 0.25
 MAX_KEY_LENGTH = 512
-MAX_READERS = 1024
 
 
 class FabricLookupBuffer(LookupBuffer):
     """Both ends, for one instance."""
+
+    max_tick_s = 0.25
 
     def __init__(self, context: FabricContext, fabrics: Sequence[Fabric], table: EntryTable) -> None:
         """`fabrics`, in order of preference, are built with the same context. Raises `ConfigError`."""
@@ -206,7 +206,7 @@ class FabricLookupBuffer(LookupBuffer):
 
     async def _expire(self) -> None:
         """Expire leases periodically while there is a key, and wait for one otherwise."""
-        tick_s = min(MAX_TICK_S, self.table.bounds.lease_s / TICKS_PER_LEASE)
+        tick_s = min(self.max_tick_s, self.table.bounds.lease_s / TICKS_PER_LEASE)
         loop, changed, is_waiting = asyncio.get_running_loop(), asyncio.Event(), False
 
         def on_change() -> None:  # from any thread
@@ -240,6 +240,8 @@ class Session:
     """The keys that one consumer has selected. News is not queued: a cursor for each key records how much was sent, and
     the table has the rest, so that a slow consumer costs no memory. It listens to the table while a key is selected.
     Used on the transfer loop, except `wake`."""
+
+    max_readers = 1024
 
     def __init__(
         self, table: EntryTable, connection: Connection, memory: BlockMemory, release: Callable[[str, str], None]
@@ -303,7 +305,7 @@ class Session:
         self._table.unlisten(self.wake)
 
     def _take(self, message: Take) -> None:
-        if not 0 <= message.reader < message.num_readers <= MAX_READERS:
+        if not 0 <= message.reader < message.num_readers <= self.max_readers:
             raise ProtocolError(f"reader {message.reader} of {message.num_readers}")
         cursor = self._selected.get(message.select_id)
         if cursor is not None and self._table.take(

@@ -38,12 +38,6 @@ from kvferry.transport.transfer_loop import run_together
 log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
-ANSWER_S = 5.0
-"""A connected producer that does not answer a `Renew` within this time is lost: its process or network has stopped."""
-RECONNECT_S = 1.0
-"""`CONNECT_S` for a producer that was unresponsive the last time."""
-MAX_PEERS = 256
-MAX_OUTBOX = 16384
 MAX_RENEWED = MAX_SELECTS // 2
 """Maximum number of waiting tickets of one producer whose leases are renewed: half of its limit of selected keys; the
 rest is for loads."""
@@ -103,6 +97,11 @@ class Peer:
     """One producer. `task` runs `run`; hand-offs call the rest on the same loop. `is_responsive`: true if it has
     answered the last message that requires an answer."""
 
+    max_outbox = 16384
+    answer_s = 5.0
+    """A connected producer that does not answer a `Renew` within this time is lost: its process or network has
+    stopped."""
+
     task: asyncio.Task[None]
 
     def __init__(self, source: Source, dialler: Dialler) -> None:
@@ -117,7 +116,7 @@ class Peer:
         """The follower of each selected key, by select id."""
         self._digests: deque[asyncio.Future[bytes]] = deque()
         """Awaited digests; they arrive in the order of their requests."""
-        self._outbox: asyncio.Queue[FromConsumer] = asyncio.Queue(MAX_OUTBOX)
+        self._outbox: asyncio.Queue[FromConsumer] = asyncio.Queue(self.max_outbox)
         self._connected_or_failed, self._has_followers = asyncio.Event(), asyncio.Event()
         self._connection: Connection | None = None
         self._blocks: RemoteBlocks | None = None
@@ -226,10 +225,10 @@ class Peer:
             if not self.followers and self._unanswered_since is None:
                 self._has_followers.clear()
                 await self._has_followers.wait()
-            await asyncio.sleep(min(lease_s / RENEWALS_PER_LEASE, ANSWER_S))
-            if self._unanswered_since is not None and loop.time() - self._unanswered_since >= ANSWER_S:
+            await asyncio.sleep(min(lease_s / RENEWALS_PER_LEASE, self.answer_s))
+            if self._unanswered_since is not None and loop.time() - self._unanswered_since >= self.answer_s:
                 self.is_responsive = False
-                self.fail(PeerLost(f"{self.source} is connected, and has not answered for {ANSWER_S:g} s"))
+                self.fail(PeerLost(f"{self.source} is connected, and has not answered for {self.answer_s:g} s"))
             elif self.followers:
                 self._unanswered_since = self._unanswered_since or loop.time()
                 self.post(Renew())
@@ -237,6 +236,10 @@ class Peer:
 
 class PeerPool:
     """The producers that this instance is connected to, and the unresponsive ones: `peers`."""
+
+    max_peers = 256
+    reconnect_s = 1.0
+    """`CONNECT_S` for a producer that was unresponsive the last time."""
 
     def __init__(self, listener: Listener, fabrics: Sequence[Fabric]) -> None:
         self._dialler = Dialler(listener, fabrics)
@@ -275,7 +278,7 @@ class PeerPool:
         self._make_room()
         was_unresponsive = peer is not None and not peer.is_responsive
         peer = self.peers[source] = Peer(source, self._dialler)
-        peer.task = self._group.create_task(self._run_peer(peer, RECONNECT_S if was_unresponsive else CONNECT_S))
+        peer.task = self._group.create_task(self._run_peer(peer, self.reconnect_s if was_unresponsive else CONNECT_S))
         return peer
 
     async def _run_peer(self, peer: Peer, connect_s: float) -> None:
@@ -286,8 +289,8 @@ class PeerPool:
                 del self.peers[peer.source]
 
     def _make_room(self) -> None:
-        """Close the oldest connection without users, and forget it, if there are `MAX_PEERS`."""
-        if len(self.peers) >= MAX_PEERS:
+        """Close the oldest connection without users, and forget it, if there are `max_peers`."""
+        if len(self.peers) >= self.max_peers:
             idle = next((peer for peer in self.peers.values() if not peer.num_users), None)
             if idle is not None:
                 del self.peers[idle.source]

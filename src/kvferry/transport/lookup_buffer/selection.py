@@ -25,10 +25,6 @@ from kvferry.transport.lookup_buffer.messages import News, Part
 from kvferry.transport.memory import BlockGeometry, Numbers, Span
 from kvferry.transport.transfer_loop import translated
 
-MAX_BATCH_BYTES = 32 * 2**20
-MAX_BATCH_SPANS = 2**16
-"""Unread parts are read together up to this size, in one round trip."""
-
 ReadSpans = Callable[[Sequence[Span], Sequence[Span]], Awaitable[None]]
 """Fills local spans (second) with remote ones (first). Raises `ChecksumMismatch` if the bytes differ from the
 producer's."""
@@ -110,6 +106,10 @@ class ArrivalMap:
 class Selection:
     """The arrival of one hand-off: `on_news` gets the producer's news, while `load` reads."""
 
+    max_batch_spans = 2**16
+    """Unread parts are read together up to this size, in one round trip."""
+    max_batch_bytes = 32 * 2**20
+
     def __init__(self, want: Want, remote: BlockGeometry, local: BlockGeometry) -> None:
         self.key, self._on_sealed = want.key, want.on_sealed
         self._map = ArrivalMap(want, remote, local)
@@ -177,7 +177,7 @@ class Selection:
     async def _read_batch(self, read: ReadSpans) -> None:
         generation, remote, local = self._generation, list[Span](), list[Span]()
         num_bytes = 0
-        while self._unread and num_bytes < MAX_BATCH_BYTES and len(remote) + len(local) < MAX_BATCH_SPANS:
+        while self._unread and num_bytes < self.max_batch_bytes and len(remote) + len(local) < self.max_batch_spans:
             remote_spans, local_spans = self._map.spans(*self._unread.popleft())
             remote += remote_spans
             local += local_spans
