@@ -20,7 +20,7 @@ DYNAMO := $(if $(PART),dynamo,dynamo and not full)
 SGLANG := $(if $(PART),sglang,sglang and not full)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media install-clients install-gateway install-helm install-triton demo pictures install-browser test test-all test-part test-fast test-vllm test-vllm-next test-dynamo test-sglang soak hunt check docs format bench gpu clean
+.PHONY: help install install-media install-clients install-schemas install-gateway install-helm install-triton demo pictures install-browser test test-all test-part test-fast test-vllm test-vllm-next test-dynamo test-sglang soak hunt check docs format bench gpu clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -35,6 +35,9 @@ install-media: $(STAMP)  ## add the libraries of the nixl and mooncake transport
 
 install-clients:  ## install clients of others, each in an environment of its own; without them their tests are skipped
 	@scripts/install_clients.sh
+
+install-schemas: $(STAMP)  ## fetch the schemas that tests of structured output compile; without them these are skipped
+	@scripts/install_schemas.sh
 
 install-gateway:  ## install Envoy, in a folder of its own; without it the tests of the picker are skipped
 	@scripts/install_gateway.sh

@@ -22,6 +22,7 @@ OPTIONAL = {
     "grpc",
     "grpc_health",
     "kubernetes",
+    "llguidance",
     "matplotlib",
     "mooncake",
     "nixl",

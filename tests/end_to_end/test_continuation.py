@@ -29,6 +29,7 @@ BODIES: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 2},
     {"seed": 5, "temperature": 0.9, "top_p": 0.9, "stream_options": {"include_usage": True}},
     {"seed": 6, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.2, "min_tokens": 30},
+    {"seed": 8, "temperature": 1.0, "structured_outputs": {"regex": "([a-z]{1,4} ){120,400}end"}},
     {"seed": 7, "return_token_ids": True, "stop": ["no such text"], "top_k": 50},
 ]
 

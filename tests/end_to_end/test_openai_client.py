@@ -10,6 +10,7 @@ import pytest
 
 from support.openai_suite import CHECKS
 from support.processes import KvferryProcess, cluster, kvferry
+from support.structured_suite import STRUCTURED_CHECKS
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -54,7 +55,7 @@ def endpoint(
         started.require_clean()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*CHECKS, *STRUCTURED_CHECKS], ids=lambda check: check.__name__)
 def test_openai(check: Callable[[OpenAI, str], None], endpoint: KvferryProcess) -> None:
     from openai import OpenAI
 

@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.structured_outputs import Matcher
 from kvferry.engine.engine import Engine
+from kvferry.engine.structured.llguidance_backend import LlguidanceBackend
 from kvferry.testing.stepping import IdleWait
 
 ARCHITECTURES = [
@@ -66,11 +68,25 @@ def run_requests(engine: Engine, requests: Iterable[Request]) -> dict[str, Answe
 def run_prompts(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Answer]:
     """Serve prompts together; answers in their order."""
     requests = [
-        Request(request_id=f"r{number}", prompt_token_ids=list(prompt), sampling=sampling)
+        Request(
+            request_id=f"r{number}",
+            prompt_token_ids=list(prompt),
+            sampling=sampling,
+            matcher=matcher_of(engine, sampling),
+        )
         for number, prompt in enumerate(prompts)
     ]
     answers = run_requests(engine, requests)
     return [answers[request.request_id] for request in requests]
+
+
+def matcher_of(engine: Engine, sampling: SamplingParams, answer: Sequence[int] = ()) -> Matcher | None:
+    """The state of the constraint after these tokens, as a server makes it; None without a constraint."""
+    constraint = sampling.structured_outputs
+    if constraint is None:
+        return None
+    backend = LlguidanceBackend(engine.model.tokenizer, engine.model.vocab_size, sorted(engine.model.eos_token_ids))
+    return backend.compile(constraint).matcher(answer)
 
 
 def run_side_by_side(engines: Sequence[Engine], prompts: Sequence[Sequence[int]]) -> list[list[Answer]]:

@@ -363,7 +363,10 @@ def wrong_chat_values_are_bad_requests(client: OpenAI, model: str) -> None:
         "messages[0].role": {"messages": [{"content": "no role"}]},
         "messages[0].content[0]": {"messages": [{"role": "user", "content": [image]}]},
         "tool_choice": {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]},
-        "response_format": {"response_format": {"type": "json_object"}},
+        "structured_outputs": {"extra_body": {"structured_outputs": {"regex": "(a"}}},
+        "response_format": {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}
+        },
         "top_logprobs": {"logprobs": True, "top_logprobs": 50},
         "max_completion_tokens": {"max_completion_tokens": 0},
     }.items():

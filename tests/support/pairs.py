@@ -18,7 +18,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.testing.stepping import IdleWait
 from kvferry.testing.tickets import early_ticket
-from support.engines import Answer
+from support.engines import Answer, matcher_of
 
 DEADLINE_S = 60.0
 """Far beyond what anything here takes; for a run of prompts, a second more for each of them."""
@@ -97,9 +97,11 @@ class Pair:
     def _early_ticket(self, transfer_id: str) -> Ticket:
         return early_ticket(transfer_id, self.prefill.addresses, self.prefill.scheduler_side)
 
-    @staticmethod
-    def _request(name: str, prompt: Sequence[int], sampling: SamplingParams, hand_off: Any) -> Request:
-        return Request(request_id=name, prompt_token_ids=list(prompt), sampling=sampling, hand_off=hand_off)
+    def _request(self, name: str, prompt: Sequence[int], sampling: SamplingParams, hand_off: Any) -> Request:
+        matcher = matcher_of(self.prefill, sampling)
+        return Request(
+            request_id=name, prompt_token_ids=list(prompt), sampling=sampling, matcher=matcher, hand_off=hand_off
+        )
 
 
 @contextmanager

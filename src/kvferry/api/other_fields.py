@@ -47,7 +47,6 @@ class Refusal(msgspec.Struct, frozen=True):
 _FLAG = Refusal(harmless=(False,))
 _LIST = Refusal(harmless=([],))
 _IN_TEMPLATE = Refusal("send it in chat_template_kwargs, for chat templates that read it")
-_NO_CONSTRAINT = "this server does not constrain its output"
 
 REFUSED: dict[str, Refusal] = {
     # OpenAI
@@ -58,28 +57,24 @@ REFUSED: dict[str, Refusal] = {
     ),
     "functions": Refusal("use tools instead", ([],)),
     "modalities": Refusal("only ['text'] is supported", (["text"], [])),
-    "response_format": Refusal(f"only {{'type': 'text'}} is supported: {_NO_CONSTRAINT}", ({"type": "text"},)),
     "suffix": Refusal(harmless=("",)),
     "tool_choice": Refusal(
         "only 'none' and 'auto' are supported: this server does not force a tool call", ("none", "auto")
     ),
     "web_search_options": Refusal(),
     # vLLM, and its earlier releases
-    "allowed_token_ids": Refusal(),
-    "bad_words": _LIST,
-    "guided_choice": Refusal(),
-    "guided_decoding": Refusal(),
-    "guided_grammar": Refusal(),
-    "guided_json": Refusal(),
-    "guided_regex": Refusal(),
-    "guided_whitespace_pattern": Refusal(),
+    "guided_choice": Refusal("use structured_outputs.choice"),
+    "guided_decoding": Refusal("use structured_outputs"),
+    "guided_grammar": Refusal("use structured_outputs.grammar"),
+    "guided_json": Refusal("use structured_outputs.json"),
+    "guided_regex": Refusal("use structured_outputs.regex"),
+    "guided_whitespace_pattern": Refusal("use structured_outputs.whitespace_pattern"),
     "logits_processors": _LIST,
     "logprob_token_ids": _LIST,
     "prompt_embeds": _LIST,
     "repetition_detection": Refusal(),
     "return_prompt_text": _FLAG,
     "return_token_offsets": _FLAG,
-    "structured_outputs": Refusal(_NO_CONSTRAINT),
     "thinking_token_budget": Refusal(),
     "use_beam_search": Refusal("beam search is not supported", (False,)),
     "vllm_xargs": Refusal("this server has no logits processors that could read it", ({},)),
@@ -87,13 +82,13 @@ REFUSED: dict[str, Refusal] = {
     # SGLang
     "custom_logit_processor": Refusal(),
     "custom_params": Refusal("this server has no logits processors that could read it", ({},)),
-    "ebnf": Refusal(_NO_CONSTRAINT),
+    "ebnf": Refusal("use structured_outputs.grammar"),
     "extra_key": Refusal("use cache_salt"),
     "input_ids": Refusal("send token ids as prompt of /v1/completions"),
-    "json_schema": Refusal(_NO_CONSTRAINT),
+    "json_schema": Refusal("use structured_outputs.json"),
     "lora_path": Refusal("this server has no adapters"),
     "no_stop_trim": Refusal("use include_stop_str_in_output", (False,)),
-    "regex": Refusal(_NO_CONSTRAINT),
+    "regex": Refusal("use structured_outputs.regex"),
     "return_cached_tokens_details": Refusal("usage.prompt_tokens_details has the number", (False,)),
     "return_flat_raw_output_top_logprobs": _FLAG,
     "return_flat_raw_top_logprobs_b64": _FLAG,
@@ -115,14 +110,14 @@ REFUSED: dict[str, Refusal] = {
     "dynatemp_range": Refusal(harmless=(0,)),
     "enable_thinking": _IN_TEMPLATE,
     "extra_body": Refusal("its content belongs at the top level of the request", ({},)),
-    "format": Refusal(_NO_CONSTRAINT, ("",)),
-    "grammar": Refusal(_NO_CONSTRAINT, ("",)),
+    "format": Refusal("use response_format", ("",)),
+    "grammar": Refusal("use structured_outputs.grammar", ("",)),
     "lora": _LIST,
     "mirostat": Refusal(harmless=(0,)),
     "n_probs": Refusal("use logprobs", (0,)),
     "reasoning": Refusal("use reasoning_effort, for chat templates that read it"),
     "repeat_penalty": Refusal("use repetition_penalty", (1,)),
-    "response_schema": Refusal(_NO_CONSTRAINT),
+    "response_schema": Refusal("use response_format"),
     "samplers": Refusal(),
     "tfs_z": Refusal(harmless=(1,)),
     "thinking": _IN_TEMPLATE,

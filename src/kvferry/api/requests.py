@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from kvferry.api.structured_outputs import ResponseFormat, StructuredOutputsParams
+
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Integers of 64 bits: Python's are unlimited, but the arithmetic that uses them is not."""
 
@@ -18,6 +20,9 @@ Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 StopString = Annotated[str, msgspec.Meta(max_length=256)]
 """A stop string, for which each piece of an answer is searched."""
+
+BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+"""A word that must not occur in an answer."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)]
 
@@ -48,6 +53,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
 MAX_FIELD_BYTES = {
     **dict.fromkeys(("logit_bias", "stop", "stop_token_ids", "stream_options"), 128 * 1024),
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents", "tools"), 2 * 1024**2),
+    **dict.fromkeys(("response_format", "structured_outputs"), 512 * 1024),
     "kv_transfer_params": 8 * 1024**2,
 }
 """Maximum length of the JSON texts of fields; others are limited by the body's limit only."""
@@ -112,6 +118,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     min_tokens: Integer | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: Annotated[list[Integer], msgspec.Meta(min_length=1, max_length=16384)] | None = None
+    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=256)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     stop_token_ids: Annotated[list[Integer], msgspec.Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

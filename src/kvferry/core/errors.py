@@ -11,6 +11,7 @@
     │   ├── InvalidRequest       400: a value is wrong; names the field
     │   ├── UnknownModel         404
     │   ├── DeadlineExceeded     400: the request's own deadline passed
+    │   ├── GrammarFailed        400: the answer cannot go on under the request's grammar, such as at a limit
     │   ├── QueueFull            429: the queue is full; try again later
     │   ├── RequestFailed        500: an internal error in this request; others are not affected
     │   │   └── LogitsNotFinite  500: the model computed NaN or infinity for it
@@ -108,6 +109,14 @@ class DeadlineExceeded(RequestError):
 
     status = 400
     kind = "timeout_error"
+
+
+class GrammarFailed(RequestError):
+    """The answer cannot be continued under the request's grammar: a limit was exceeded, or no token is permitted."""
+
+    status = 400
+    kind = "invalid_request_error"
+    code = "grammar_failed"
 
 
 class QueueFull(RequestError):

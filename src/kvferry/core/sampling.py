@@ -10,6 +10,7 @@ from typing import ClassVar
 import msgspec
 
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
 
@@ -32,6 +33,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not occur in the answer."""
+    structured_outputs: StructuredOutputs | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -93,6 +98,10 @@ def drawn_by(model: str, sampling: SamplingParams, eos_token_ids: Collection[int
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     banned = sorted(banned_tokens(sampling, eos_token_ids)) if sampling.min_tokens > 0 else []
     facts = [model, [float(value) for value in settings + penalties], sorted(sampling.logit_bias.items()), banned]
+    if sampling.allowed_token_ids is not None or sampling.bad_words:
+        facts.append([sampling.allowed_token_ids, sampling.bad_words])
+    if sampling.structured_outputs is not None:
+        facts.append([sampling.structured_outputs.digest, sampling.ignore_eos])
     return hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest()[:32]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,6 +19,7 @@ from kvferry.engine.ops.batch import AttentionBatch
 from kvferry.engine.sampler import sample, token_logprobs
 from kvferry.engine.sequence import Sequence
 from kvferry.engine.step import Chunk, SampledToken
+from kvferry.engine.structured.token_masks import NO_MASKS, Masks
 
 log = logging.getLogger(__name__)
 
@@ -165,10 +167,15 @@ def lay_out(chunks: Rows[Chunk], logits_indices: list[int]) -> StepInputs:
 
 
 @torch.inference_mode()
-def draw(logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int]) -> SamplerOutput:
+def draw(
+    logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int], filling: Future[Masks] | None = None
+) -> SamplerOutput:
     """Sample the next token of each of `rows.sampled`, and append prompt log-probabilities to the sequences of
-    `rows.prompt`. `logits` `[len(rows.logits_indices), vocab]`, float32."""
+    `rows.prompt`. `logits` `[len(rows.logits_indices), vocab]`, float32. `filling`: the result of `TokenMasks.begin`
+    for these sequences."""
     drawn = SamplerOutput()
+    masks = NO_MASKS if filling is None else filling.result()
+    drawn.failed |= masks.failed
     for index, sequence, position in rows.prompt:
         try:
             sequence.prompt_logprobs.append(
@@ -176,26 +183,31 @@ def draw(logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int]) -> Samp
             )
         except Exception as error:  # noqa: BLE001 - the boundary between one row and the others
             drawn.failed[sequence.request_id] = error
-    _draw_rows(logits, rows.sampled, eos_token_ids, drawn)
+    sampled = [row for row in rows.sampled if row[1].request_id not in masks.failed]
+    _draw_rows(logits, sampled, eos_token_ids, masks.permitted, drawn)
     return drawn
 
 
 def _draw_rows(
-    logits: Tensor, rows: Rows[tuple[int, Sequence]], eos_token_ids: frozenset[int], drawn: SamplerOutput
+    logits: Tensor,
+    rows: Rows[tuple[int, Sequence]],
+    eos_token_ids: frozenset[int],
+    permitted: Mapping[str, Tensor],
+    drawn: SamplerOutput,
 ) -> None:
     """Sample all rows at once; if that fails, row by row, so that only the failing row has no token."""
     if not rows:
         return
     drawing = [sequence for _, sequence in rows]
     try:
-        tokens = sample(logits[[index for index, _ in rows]], drawing, eos_token_ids)
+        tokens = sample(logits[[index for index, _ in rows]], drawing, eos_token_ids, permitted)
     except Exception as error:
         if len(rows) == 1:
             drawn.failed[drawing[0].request_id] = error
             return
         log.exception("tokens of %d requests could not be sampled together; sampling them one by one", len(rows))
         for row in rows:
-            _draw_rows(logits, [row], eos_token_ids, drawn)
+            _draw_rows(logits, [row], eos_token_ids, permitted, drawn)
     else:
         drawn.sampled |= {sequence.request_id: token for sequence, token in zip(drawing, tokens, strict=True)}
 

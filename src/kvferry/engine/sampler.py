@@ -9,6 +9,7 @@ accepts, each of temperature, min_p, top_k and top_p leaves the most likely toke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 
 import torch
@@ -20,13 +21,20 @@ from kvferry.core.sampling import SamplingParams, banned_tokens, uniform_draw
 from kvferry.engine.sequence import Sequence
 from kvferry.engine.step import SampledToken
 
+NOT_CONSTRAINED: Mapping[str, Tensor] = {}
 MIN_TEMPERATURE = 1e-300
 """Lower temperatures count as this one: they are close to zero even in float64, and any two different logits are
 infinitely far apart long before."""
 
 
-def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[int]) -> list[SampledToken]:
-    """One token for each row of logits [R, vocab], float32. `sequences[r]`: the sequence of row r.
+def sample(
+    logits: Tensor,
+    sequences: Rows[Sequence],
+    eos_token_ids: frozenset[int],
+    permitted: Mapping[str, Tensor] = NOT_CONSTRAINED,
+) -> list[SampledToken]:
+    """One token for each row of logits [R, vocab], float32. `sequences[r]`: the sequence of row r. `permitted`: by
+    request id, the tokens that its grammar permits, bool [vocab].
 
     Raises `LogitsNotFinite` if a row has no usable logits, `InvalidRequest` if the settings leave no token.
     """
@@ -35,7 +43,7 @@ def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[i
     if any(_adjusts(sequence) for sequence in sequences):
         adjusted = logits.clone()
         for row, sequence in enumerate(sequences):
-            adjust_logits(adjusted[row], sequence, eos_token_ids)
+            adjust_logits(adjusted[row], sequence, eos_token_ids, permitted.get(sequence.request_id))
         _require_choice(adjusted)
     tokens = adjusted.argmax(dim=-1)
     random = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0]
@@ -59,7 +67,10 @@ def require_finite(logits: Tensor) -> None:
 
 def _require_choice(adjusted: Tensor) -> None:
     if bool((adjusted.amax(dim=-1) == float("-inf")).any()):
-        raise InvalidRequest("min_tokens and the stop tokens leave no token to choose", param="min_tokens")
+        raise InvalidRequest(
+            "min_tokens, stop tokens, allowed_token_ids, bad_words and structured output leave no token to choose",
+            param="min_tokens",
+        )
 
 
 def token_logprobs(logits: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
@@ -83,17 +94,33 @@ def _adjusts(sequence: Sequence) -> bool:
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty
         or sampling.frequency_penalty
+        or sampling.allowed_token_ids is not None
+        or sampling.bad_words
+        or sequence.matcher is not None
     )
 
 
-def adjust_logits(logits: Tensor, sequence: Sequence, eos_token_ids: frozenset[int]) -> None:
-    """Apply bias, minimum length and penalties in place; logits [vocab]."""
+def adjust_logits(
+    logits: Tensor, sequence: Sequence, eos_token_ids: frozenset[int], permitted: Tensor | None = None
+) -> None:
+    """Apply what excludes tokens, bias, minimum length and penalties in place; logits [vocab]. `permitted`: the tokens
+    that the sequence's grammar permits, bool [vocab]."""
     sampling = sequence.request.sampling
+    if sampling.allowed_token_ids is not None:
+        allowed = torch.tensor(sampling.allowed_token_ids, device=logits.device, dtype=torch.long)
+        excluded = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        excluded[allowed] = False
+        logits.masked_fill_(excluded, float("-inf"))
+    if sampling.bad_words:
+        logits[completions_of(sampling.bad_words, sequence)] = float("-inf")
     for token_id, bias in sampling.logit_bias.items():
         logits[token_id] += bias
-    if sequence.num_output_tokens < sampling.min_tokens:
-        banned = banned_tokens(sampling, eos_token_ids)
-        logits[[token for token in banned if 0 <= token < len(logits)]] = float("-inf")
+    if permitted is not None:
+        logits.masked_fill_(~permitted.to(logits.device), float("-inf"))
+    banned = banned_tokens(sampling, eos_token_ids) if sequence.num_output_tokens < sampling.min_tokens else set()
+    if permitted is not None and sampling.ignore_eos:
+        banned = banned | eos_token_ids
+    _ban(logits, [token for token in banned if 0 <= token < len(logits)], permitted)
     if sampling.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(sequence.tokens)), device=logits.device)
         seen_logits = logits[seen]
@@ -104,6 +131,22 @@ def adjust_logits(logits: Tensor, sequence: Sequence, eos_token_ids: frozenset[i
         answer = torch.tensor(sequence.tokens[sequence.num_prompt_tokens :], device=logits.device, dtype=torch.long)
         ids, counts = answer.unique(return_counts=True)
         logits[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+
+
+def _ban(logits: Tensor, tokens: list[int], permitted: Tensor | None) -> None:
+    """Exclude these tokens; logits [vocab]. A grammar that permits nothing else ends the answer nevertheless."""
+    if not tokens:
+        return
+    if permitted is not None and int(permitted.sum()) == int(permitted[tokens].sum()):
+        return
+    logits[tokens] = float("-inf")
+
+
+def completions_of(bad_words: Rows[tuple[int, ...]], sequence: Sequence) -> list[int]:
+    """The tokens that would complete one of the token sequences in the answer."""
+    tokens, first = sequence.tokens, sequence.num_prompt_tokens
+    begins = ((word, len(tokens) - len(word) + 1) for word in bad_words)
+    return [word[-1] for word, begin in begins if begin >= first and tuple(tokens[begin:]) == word[:-1]]
 
 
 def _draw(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:

@@ -36,6 +36,7 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import Clock
 from kvferry.core.errors import (
     DeadlineExceeded,
+    GrammarFailed,
     InvalidRequest,
     KvferryError,
     QueueFull,
@@ -459,6 +460,14 @@ class Scheduler:
         if sequence.num_output_tokens == 1 and sequence.prompt_logprobs:
             output.prompt_logprobs = sequence.prompt_logprobs
         reason, output.stop_reason = self.limits.end_of(sequence, sampled.token_id)
+        if sequence.matcher is not None and reason != "stop":
+            try:
+                sequence.matcher.accept(sampled.token_id)
+            except GrammarFailed as error:
+                self._finish(sequence, "error", error=error)
+                return
+            if sequence.matcher.is_complete:
+                reason, output.is_complete = "stop", sampled.token_id not in self.limits.eos_token_ids
         if reason is None:
             self._outputs.append(output)
             self._leave_trained_context(sequence)

@@ -105,6 +105,8 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_restarts = 0
         self.seed = request.sampling.seed or 0
+        self.matcher = request.matcher
+        """The state of the request's grammar after all tokens of the answer."""
         self.load = LoadState()
         self.hash_chain = BlockHashChain(block_size, model_identity, request.cache_salt, trained_context)
         self.prefill_result: PrefillResult | None = None

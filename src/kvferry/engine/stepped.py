@@ -24,6 +24,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.core.tasks import Waiter
 from kvferry.engine.core import EngineCore
 from kvferry.engine.statistics import EngineSnapshot
+from kvferry.engine.structured.library import can_constrain
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -102,6 +103,7 @@ class SteppedEngine(ABC):
             connector=transfer.kv_connector if transfer else None,
             tickets=side.tickets() if side is not None else TicketKinds(),
             keeps_keys=engine.keeps_keys,
+            structured_outputs=can_constrain(),
             stores_take_kv=side is None or side.stores_take_kv(),
             kv_host=kv_host,
             kv_port=kv_port,

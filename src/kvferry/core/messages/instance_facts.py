@@ -79,6 +79,8 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tickets: TicketKinds = TicketKinds()
     keeps_keys: bool = False
     """True if the instance stores and loads KV under keys of requests (`kvcache_store_keys`)."""
+    structured_outputs: bool = False
+    """True if the instance can constrain answers (`response_format`, `structured_outputs`)."""
     stores_take_kv: bool = True
     """False: it hands off through stores, and they accept no writes now."""
     kv_host: str = ""

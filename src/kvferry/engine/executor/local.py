@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvferry.core.closing import close_all
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
@@ -11,6 +12,7 @@ from kvferry.engine.model.loader import Progress
 from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model_runner import SamplerOutput, choose_logit_rows, draw, lay_out
 from kvferry.engine.step import Chunk
+from kvferry.engine.structured.token_masks import TokenMasks
 from kvferry.engine.worker import Worker
 
 
@@ -24,6 +26,7 @@ class LocalExecutor(Executor):
         self._worker = Worker(config, RankPlacement(), on_progress)
         self.model, self.layout = self._worker.model, self._worker.layout
         self.max_model_len = self._worker.max_model_len
+        self._masks = TokenMasks(self.model.vocab_size)
         self.num_blocks = self._worker.max_num_blocks()
         try:
             address = self._worker.open(self.num_blocks, transfer, auth_token)
@@ -35,11 +38,12 @@ class LocalExecutor(Executor):
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
         rows = choose_logit_rows(chunks)
         inputs = lay_out(chunks, rows.logits_indices) if chunks else None
+        filling = self._masks.begin([sequence for _, sequence in rows.sampled])
         try:
             logits = self._worker.step(inputs, plans.waiting, plans.first, plans.num_late)
         finally:
             plans.mark_begun(self._worker.num_begun)
-        drawn = SamplerOutput() if logits is None else draw(logits, rows, self.model.eos_token_ids)
+        drawn = SamplerOutput() if logits is None else draw(logits, rows, self.model.eos_token_ids, filling)
         return StepResult(drawn.sampled, self._worker.poll(), drawn.failed)
 
     def on_report(self, wake: Callable[[], None]) -> None:
@@ -52,4 +56,4 @@ class LocalExecutor(Executor):
         self._worker.check()
 
     def close(self) -> None:
-        self._worker.close()
+        close_all(self._masks.close, self._worker.close)

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -61,6 +62,7 @@ from kvferry.engine.model.loader import Progress, read_settings
 from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model_runner import LogitRows, SamplerOutput, choose_logit_rows, draw, lay_out
 from kvferry.engine.step import Chunk
+from kvferry.engine.structured.token_masks import Masks, TokenMasks
 from kvferry.engine.worker import Worker
 
 START_S = 300.0
@@ -85,6 +87,7 @@ class RanksExecutor(Executor):
         self._reports = RankReports(placement.size)
         self._reported: deque[tuple[int, bytes]] = deque()  # bounded by the number of transfers
         self._worker: Worker | None = None
+        self._masks: TokenMasks | None = None
         self._is_open = False
         self._processes: list[RankProcess] = []
         self._watch: RankWatch | None = None
@@ -123,6 +126,7 @@ class RanksExecutor(Executor):
             loaded = self._gather(ModelLoaded, group.LOADING_S)
         self.model, self.layout = self._worker.model, self._worker.layout
         self.max_model_len = self._worker.max_model_len
+        self._masks = TokenMasks(self.model.vocab_size)
         if any(reply.fingerprint != self.model.fingerprint for reply in loaded):
             raise ConfigError(f"the ranks loaded different weights; did {config.model!r} change meanwhile?")
         self.num_blocks = min(self._worker.max_num_blocks(), *(reply.max_num_blocks for reply in loaded))
@@ -152,15 +156,16 @@ class RanksExecutor(Executor):
         inputs = lay_out(chunks, rows.logits_indices) if chunks else None
         step = RankStep(inputs, [msgspec.msgpack.encode(plan) for plan in plans.waiting], plans.first, plans.num_late)
         self._losses.require_none()  # so far the other ranks do not know of the step
-        drawn = self._step(step, plans, rows) if chunks or step.plans else SamplerOutput()
+        filling = None if self._masks is None else self._masks.begin([sequence for _, sequence in rows.sampled])
+        drawn = self._step(step, plans, rows, filling) if chunks or step.plans else SamplerOutput()
         return StepResult(drawn.sampled, self._take_report(), drawn.failed)
 
-    def _step(self, step: RankStep, plans: PlanQueue, rows: LogitRows) -> SamplerOutput:
+    def _step(self, step: RankStep, plans: PlanQueue, rows: LogitRows, filling: Future[Masks] | None) -> SamplerOutput:
         self._send_command(step)
         begun_at = SYSTEM_CLOCK.monotonic()
         try:
             logits = self._rank0.step(step.inputs, plans.waiting, plans.first, plans.num_late)
-            drawn = SamplerOutput() if logits is None else draw(logits, rows, self.model.eos_token_ids)
+            drawn = SamplerOutput() if logits is None else draw(logits, rows, self.model.eos_token_ids, filling)
         except (RankLost, ConnectorLost):
             raise
         except Exception as error:
@@ -245,6 +250,8 @@ class RanksExecutor(Executor):
             self._watch.end()
         processes, self._processes = self._processes, []
         worker, self._worker = self._worker, None
+        if self._masks is not None:
+            self._masks.close()
         own = () if worker is None else (worker.close, group.leave)  # makes a step fail that other ranks may still run
         ends = (partial(self._end_processes, processes),)
         close_all(*(process.begin_end for process in processes), *own, *ends)

@@ -173,7 +173,7 @@ class ChoiceAssembler:
         self._started = True
         last = len(output.token_ids) - 1
         for position, token_id in enumerate(output.token_ids):
-            stopped_by_token = position == last and output.finish_reason == "stop"
+            stopped_by_token = position == last and output.finish_reason == "stop" and not output.is_complete
             shown = not stopped_by_token or self._options.include_stop
             if output.logprobs:
                 delta.logprobs += output.logprobs[position : position + 1]

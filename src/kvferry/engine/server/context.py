@@ -9,6 +9,7 @@ from kvferry.core.errors import UnknownModel
 from kvferry.engine.server.chat_template import render_chat
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.engine_protocol import EngineClient
+from kvferry.engine.server.grammars import make_compiler
 from kvferry.engine.server.prompts import Prompt, require_encodable
 from kvferry.engine.server.text_codec import TextCodec, TokenTexts
 from kvferry.http.server.lifecycle import Lifecycle
@@ -29,6 +30,7 @@ class ServerContext:
         self.clock = clock or SYSTEM_CLOCK
         self.codec = TextCodec(engine_client.tokenizer)
         self.token_texts = TokenTexts(self.codec.backend)
+        self.grammars = make_compiler(engine_client.tokenizer, engine_client.vocab_size, engine_client.eos_token_ids)
         self.lifecycle = Lifecycle()
         self.metrics = EngineMetrics(engine_client.model_names[0])
 

@@ -36,6 +36,7 @@ def sampling_params(
         max_tokens=max_tokens,
         stop=stop_strings(body),
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids))),
         logprobs=num_logprobs(body),
         prompt_logprobs=_num_prompt_logprobs(body),
         seed=_seed(body, default_seed),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from kvferry.api.structured_outputs import constraint_of
 from kvferry.core import entropy
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.continuation import Continuation, parse_continuation
@@ -16,6 +17,7 @@ from kvferry.core.messages.kv_keys import KVTransferParams
 from kvferry.core.messages.timeline import Timeline
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams, child_seed
+from kvferry.core.structured_outputs import StructuredOutputs
 from kvferry.engine.server.assembly import CONTINUED, ChoiceAssembler, TextOptions
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.generation import Child, Generation
@@ -88,13 +90,18 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     for prompt, keys in zip(prompts, transfer_params, strict=True):
         if keys is not None:
             keys.num_prefix_tokens(prompt.token_ids)
-    builder = _ChildBuilder(context, body, length, engine_id, hand_off, timeline, continuation)
+    builder = _ChildBuilder(
+        context, body, length, engine_id, hand_off, timeline, continuation, await _bad_words(context, body)
+    )
+    children = [
+        child
+        for index, (prompt, keys) in enumerate(zip(prompts, transfer_params, strict=True))
+        for child in builder.children(prompt, index * number, number, keys)
+    ]
+    if (constraint := constraint_of(body.response_format, body.structured_outputs)) is not None:
+        await _constrain(context, children, constraint)
     generation = Generation(
-        [
-            child
-            for index, (prompt, keys) in enumerate(zip(prompts, transfer_params, strict=True))
-            for child in builder.children(prompt, index * number, number, keys)
-        ],
+        children,
         engine_client=context.engine_client,
         metrics=context.metrics,
         clock=context.clock,
@@ -108,6 +115,23 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
             continuation.token_ids,
         )
     return Plan(prompts, number, generation, length.shows_answer, continuation)
+
+
+async def _constrain(context: ServerContext, children: Sequence[Child], constraint: StructuredOutputs) -> None:
+    """Give each sequence its own state of the compiled constraint. Raises `RequestError`."""
+    answer = children[0].request.answer_token_ids
+    matchers = await context.grammars.matchers(constraint, len(children), answer)
+    for child, matcher in zip(children, matchers, strict=True):
+        child.request.matcher = matcher
+        child.request.sampling = msgspec.structs.replace(child.request.sampling, structured_outputs=constraint)
+
+
+async def _bad_words(context: ServerContext, body: GenerationRequest) -> tuple[tuple[int, ...], ...]:
+    """The token sequences of the request's bad words, each at the beginning of a text and within it. Tokens of a
+    longer word that contains one are not excluded, as in vLLM."""
+    words = [text for word in body.bad_words or () for text in (word, f" {word}")]
+    encoded = await context.codec.encode_all(words, add_special_tokens=False) if words else []
+    return tuple(dict.fromkeys(tuple(tokens) for tokens in encoded if tokens))
 
 
 def timeline_of(header: str | None, now: float) -> Timeline:
@@ -152,6 +176,7 @@ class _ChildBuilder:
     hand_off: HandOff
     timeline: Timeline
     continuation: Continuation | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def children(
         self, prompt: Prompt, first_index: int, number: int, keys: KVTransferParams | None = None
@@ -197,8 +222,10 @@ class _ChildBuilder:
         sampling = sampling_params(
             self.body, max_tokens=budget, defaults=engine_client.default_sampling, default_seed=self.context.seed
         )
+        sampling = msgspec.structs.replace(sampling, bad_words=self.bad_words)
         require_known_tokens(prompt.token_ids, vocab_size, self.length.field)
         require_known_tokens(list(sampling.logit_bias), vocab_size, "logit_bias")
+        require_known_tokens(sampling.allowed_token_ids or (), vocab_size, "allowed_token_ids")
         require_known_tokens(sampling.stop_token_ids, vocab_size, "stop_token_ids")
         if self.continuation is not None:
             require_known_tokens(self.continuation.token_ids, vocab_size, CONTINUED)

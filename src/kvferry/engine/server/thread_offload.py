@@ -17,10 +17,13 @@ Result = TypeVar("Result")
 
 
 class ThreadOffload:
-    """Runs functions in the event loop's threads: `at_once` at a time, `max_waiting` in a queue, each for at most
-    `limit_s` seconds including the wait."""
+    """Runs functions in the event loop's threads: `max_concurrent` at a time, `max_waiting` in a queue, each for at
+    most `limit_s` seconds including the wait. `purpose`: what they do with requests, for errors."""
 
-    def __init__(self, *, max_concurrent: int = 2, max_waiting: int = 256, limit_s: float = 60.0) -> None:
+    def __init__(
+        self, *, max_concurrent: int = 2, max_waiting: int = 256, limit_s: float = 60.0, purpose: str = "read"
+    ) -> None:
+        self._purpose = purpose
         self._turn = asyncio.Semaphore(max_concurrent)
         self._max_waiting = max_waiting
         self._limit_s = limit_s
@@ -37,13 +40,13 @@ class ThreadOffload:
         if not big:
             return function(*args, **kwargs)
         if self._num_waiting >= self._max_waiting:
-            raise QueueFull(f"{self._num_waiting} large requests are waiting to be read; try again later")
+            raise QueueFull(f"{self._num_waiting} large requests are waiting to be {self._purpose}; try again later")
         try:
             async with asyncio.timeout(self._limit_s):
                 await self._wait()
                 return await asyncio.shield(self._start(partial(function, *args, **kwargs)))
         except TimeoutError as error:
-            raise Unavailable(f"the request could not be read within {self._limit_s:g} s") from error
+            raise Unavailable(f"the request could not be {self._purpose} within {self._limit_s:g} s") from error
 
     async def _wait(self) -> None:
         self._num_waiting += 1

@@ -17,7 +17,7 @@ from kvferry.router.body import RequestBody
 from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.decisions import Decision, Decisions
 from kvferry.router.choice.disaggregation import Threshold
-from kvferry.router.choice.pairing import Pairing
+from kvferry.router.choice.pairing import Pairing, able_to_constrain
 from kvferry.router.choice.policies.base import Choice, PolicyContext, PromptTraits
 from kvferry.router.choice.policies.table import make_policy
 from kvferry.router.choice.prefix_index import PrefixIndex
@@ -35,6 +35,17 @@ _PREFIX_INDEX_ENTRIES = 400_000
 _CONTEXT_FIELDS = ("cache_salt", "tools", "chat_template", "chat_template_kwargs", "documents", "functions")
 """Fields that determine, with the model, the KV of a prompt's first token."""
 _CONTEXT_FIELD_SET = frozenset(_CONTEXT_FIELDS)
+
+
+_CONSTRAINING_FIELDS = frozenset(["response_format", "structured_outputs"])
+
+
+def _is_constrained(body: RequestBody) -> bool:
+    """True if the request asks for structured output, as far as a router reads it."""
+    if body.raw("structured_outputs") not in (b"", b"null"):
+        return True
+    response_format = body.get("response_format")
+    return isinstance(response_format, dict) and response_format.get("type") != "text"
 
 
 class Chooser:
@@ -78,6 +89,7 @@ class Chooser:
             num_bytes=num_bytes,
             max_tokens=limit if isinstance(limit, int) else None,
             streams=values.get("stream") is True,
+            is_constrained=not _CONSTRAINING_FIELDS.isdisjoint(values) and _is_constrained(body),
             session=session_id[: self.max_session] if isinstance(session_id, str) and session_id else None,
             prefix=text_prefix(text, root, num_tokens / max(1, len(text)), token_ids),
         )
@@ -105,6 +117,8 @@ class Chooser:
         may_aggregate: bool = True,
     ) -> Choice[Instance]:
         """The policy's choice. The chosen instances are expected to have the prompt's KV cached from now on."""
+        if traits.is_constrained:
+            prefills, decodes = able_to_constrain(prefills), able_to_constrain(decodes) or decodes
         options = self.pairing.options(traits.model, prefills, decodes, may_aggregate=may_aggregate)
         # Policies may be third-party code: a fault in one must not cost a request its answer.
         try:

@@ -160,3 +160,15 @@ def with_model(model: str, instances: Sequence[Instance]) -> Candidates[Instance
         if serving:  # names that no instance serves come from clients, without bound
             group.memo[model] = serving
     return serving or group
+
+
+def able_to_constrain(instances: Sequence[Instance]) -> Sequence[Instance]:
+    """The instances that can constrain answers, as far as their facts say: kvferry's engine needs a library for it. The
+    same sequence if all can."""
+    able = [instance for instance in instances if _can_constrain(instance)]
+    return instances if len(able) == len(instances) else Candidates(able)
+
+
+def _can_constrain(instance: Instance) -> bool:
+    facts = instance.facts
+    return not isinstance(facts, InstanceFacts) or facts.stack != "kvferry" or facts.structured_outputs

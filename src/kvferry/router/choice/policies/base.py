@@ -35,6 +35,8 @@ class PromptTraits(msgspec.Struct, frozen=True):
     """Bytes of the prompt's JSON text; 0 where it is token ids."""
     max_tokens: int | None = None
     streams: bool = False
+    is_constrained: bool = False
+    """True if the request asks for structured output."""
     session: str | None = None
     """Name of the conversation; None if the client sends none."""
     prefix: Prefix = NO_PREFIX

@@ -1,0 +1,63 @@
+"""The seam of structured output: what a request asks for, and what the engine needs from a library of grammars.
+
+`engine.structured.llguidance_backend` implements it; the server compiles, the scheduler and the executor use matchers.
+A matcher's state is a function of the answer's tokens and of nothing else, so that it is the same on every instance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """A constraint on an answer. `content`: a JSON schema, a regular expression, a JSON list of strings, a grammar
+    (Lark or GBNF), or a JSON structural tag. `whitespace_pattern`: what JSON may have between its tokens; None: the
+    default, empty: nothing. `field`: the request's field, for errors."""
+
+    kind: Kind
+    content: str
+    whitespace_pattern: str | None = None
+    field: str = "structured_outputs"
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits that name the constraint."""
+        facts = msgspec.msgpack.encode([self.kind, self.content, self.whitespace_pattern])
+        return hashlib.sha256(facts).hexdigest()[:32]
+
+
+class Matcher(Protocol):
+    """The state of one answer under its grammar. Used from one thread at a time; a failed call leaves it unusable."""
+
+    def fill_mask(self, mask: Any) -> None:
+        """Write the permitted tokens to `mask`, uint8 [ceil(vocab_size / 8)] of numpy, one bit for each token, the
+        lowest first. Blocks for milliseconds at most, without the interpreter lock. Raises `GrammarFailed`."""
+
+    def accept(self, token_id: int) -> None:
+        """Advance by one token of the answer. Raises `GrammarFailed` if the grammar does not permit it, or a limit is
+        exceeded."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the answer satisfies the grammar, and nothing can be added to it."""
+
+
+class Grammar(Protocol):
+    """A compiled constraint. Thread-safe."""
+
+    def matcher(self, tokens: Sequence[int] = ()) -> Matcher:
+        """The state after these tokens of the answer. Raises `GrammarFailed`."""
+
+
+class GrammarBackend(Protocol):
+    """A library of grammars, for one tokenizer. Thread-safe."""
+
+    def compile(self, constraint: StructuredOutputs) -> Grammar:
+        """Compile a constraint, in bounded time and memory. Raises `InvalidRequest` that says what is not supported,
+        and where."""

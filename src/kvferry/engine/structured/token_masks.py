@@ -1,0 +1,57 @@
+"""Fills the masks of a step's sequences on a thread of its own, while the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvferry.engine.sequence import Sequence
+
+
+@dataclass
+class Masks:
+    """`permitted`: bool [vocab] on the CPU by request id, for sequences that have a grammar. `failed`: those whose
+    grammar cannot go on."""
+
+    permitted: dict[str, Tensor] = field(default_factory=dict)
+    failed: dict[str, Exception] = field(default_factory=dict)
+
+
+NO_MASKS = Masks()
+
+
+class TokenMasks:
+    """The thread of one engine that fills masks; it starts with the first grammar. Used from the engine's thread."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token-masks")
+
+    def begin(self, sequences: Rows[Sequence]) -> Future[Masks] | None:
+        """Begin to fill the masks of these sequences; None: none of them has a grammar. Until the result is there,
+        nothing else may use their matchers."""
+        constrained = [sequence for sequence in sequences if sequence.matcher is not None]
+        return self._thread.submit(self._fill, constrained) if constrained else None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=True)
+
+    def _fill(self, sequences: Rows[Sequence]) -> Masks:
+        masks = Masks()
+        for sequence in sequences:
+            assert sequence.matcher is not None  # `begin` has chosen them
+            bits = np.zeros(-(-self._vocab_size // 8), dtype=np.uint8)
+            try:
+                sequence.matcher.fill_mask(bits)
+            except Exception as error:  # noqa: BLE001 - the boundary between one sequence and the others
+                masks.failed[sequence.request_id] = error
+            else:
+                permitted = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
+                masks.permitted[sequence.request_id] = torch.from_numpy(permitted)
+        return masks
