@@ -34,6 +34,8 @@ TRACE = '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]
 
 WRITTEN = frozenset({"--write", "--chart", "--plot", "--store-folder"})
 """Where something is written, which no reader waits for."""
+NAMED = frozenset({"--rules", "--key-file"})
+"""Files that are only named in what is printed."""
 INTERNAL = frozenset({"--group"})
 """Set by the supervisor alone."""
 
@@ -71,10 +73,14 @@ BEFORE: dict[Command, list[str]] = {
     ("why",): ["https://127.0.0.1:9"],
     ("cache", "import"): ["FOLDER"],
     ("simulate",): ["SPEC", "--trace=TRACE"],
+    ("ask",): ["https://127.0.0.1:9", "prompt"],
+    **{(name,): ["https://127.0.0.1:9"] for name in ("chat", "bench", "doctor", "status")},
+    ("trace", "record"): ["https://127.0.0.1:9"],
 }
 """What a command needs besides the pipe."""
 INSTEAD: dict[tuple[Command, str], list[str]] = {
     (("router",), "--tls-key"): ["--decode-url=http://127.0.0.1:9", "--port=0", "--tls-cert=DOCUMENT"],
+    (("doctor",), "--bundle"): ["SPEC"],
     (("simulate",), "--spec"): ["--trace=TRACE"],
     (("simulate",), "--trace"): ["SPEC"],
     (("plan",), "--times"): ["--trace=TRACE"],
@@ -91,7 +97,7 @@ LIKE_A_LIST = tuple(("fleet", name) for name in ("add", "drain", "remove", "role
 def cases() -> Iterator[tuple[Command, str]]:
     for command in leaves(app):
         if command not in (*LIKE_A_ROUTER, *LIKE_A_LIST):
-            yield from ((command, file) for file in files_of(command) if file not in WRITTEN | INTERNAL)
+            yield from ((command, file) for file in files_of(command) if file not in WRITTEN | NAMED | INTERNAL)
 
 
 def test_flags_that_name_files_are_the_same_everywhere() -> None:

@@ -66,7 +66,7 @@ def write_bundle(path: Path, findings: Sequence[Finding], variables: Mapping[str
         for name, text in contents.items():
             archive.writestr(name, without_secrets(text, secrets))
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(buffer.getvalue())
     except OSError as error:
