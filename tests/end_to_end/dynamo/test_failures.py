@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from support.dynamo_workers import Deployment, Served, Worker, until_serving
+from support.dynamo_workers import Deployment, Served, Worker, instances, until_serving
+from support.processes import OPERATOR, KvferryProcess, until
 
 pytestmark = [pytest.mark.dynamo, pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -148,3 +149,23 @@ def test_workers_under_load(mockers: Served, who: str, how: signal.Signals, allo
     print(f"{who} {how.name}: {len(meanwhile)} requests, {counts}, {slowest:.1f} s")
     assert names <= allowed
     assert slowest < LONGEST_S
+
+
+def test_a_decode_worker_is_drained_under_load(mockers: Served) -> None:
+    """The last of this module: the worker does not come back."""
+    router = mockers.router
+    [name, *_] = [each["name"] for each in instances(router, "decode")]
+    with Clients(router.url) as clients:
+        clients.wait_for("answer", 6)
+        drain = httpx.post(f"{router.url}/kvferry/instances/drain", json={"instance": name}, auth=OPERATOR, timeout=30)
+        assert drain.status_code == 200
+        until(lambda: state_of(router, name) == "drained", 30, lambda: router.log)
+        clients.wait_for("answer", 12)
+    assert {outcome for _, outcome, _ in clients.outcomes} == {"answer"}
+
+
+def state_of(router: KvferryProcess, name: str) -> str:
+    """The state of an instance."""
+    found = router.get("/kvferry/instances").json()["instances"]
+    [state] = [each["state"] for each in found if each["name"] == name]
+    return str(state)

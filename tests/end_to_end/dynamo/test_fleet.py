@@ -39,7 +39,7 @@ args = ["--disaggregate-from=0", "--health-timeout-s=10"]
 backoff = ["100ms", "1s"]
 crash_loop = 100
 drain = "30s"
-start = "5m"
+start = "10m"
 """
 TOKENS = {"return_token_ids": True}
 EVENTS = json.dumps({"publisher": "zmq", "endpoint": "tcp://127.0.0.1:*", "enable_kv_cache_events": True})
