@@ -26,7 +26,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.settings.options import read_options
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
-from kvferry.fleet.processes.ready import READY_FLAG, InstanceReady, start_messages
+from kvferry.fleet.processes.ready import InstanceReady, start_messages
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 from kvferry.http.server.listen import BACKLOG, reserve
 
@@ -82,14 +82,18 @@ class ProcessBackend(FleetBackend):
             raise NotStarted(f"{name} is there already")
         number = next(one for one in range(len(used) + 1) if one not in used)
         spec = self._router(name) if member.role == "router" else self._recipe.instance(name, member.role, number, ())
-        with self._file(name, "log").open("wb") as log, self._file(name, "says").open("wb") as says:
+        with (
+            self._file(name, "log").open("wb") as log,
+            self._file(name, "says").open("wb") as says,
+            spec.started_with(says.fileno()) as (command, descriptors),
+        ):
             child = self._children[name] = subprocess.Popen(  # noqa: ASYNC220 - it takes a few milliseconds
-                ["/usr/bin/nice", f"-n{self._nice}", *spec.command, READY_FLAG, str(says.fileno())],
+                ["/usr/bin/nice", f"-n{self._nice}", *command],
                 env=spec.full_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(says.fileno(), *spec.descriptors),
+                pass_fds=descriptors,
                 start_new_session=True,
             )
         here = Member(name, member.role, member.revision, MemberState.STARTING, member.unit)

@@ -8,10 +8,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs_site import api, commands, connectors, environment, metrics, repository
+from docs_site import api, commands, connectors, environment, metrics, repository, spec
 
 GENERATED = {
     "reference/commands.md": commands.page,
+    "reference/spec.md": spec.page,
     "reference/kv-transfer-config.md": connectors.page,
     "reference/environment.md": environment.page,
     "reference/metrics.md": metrics.page,

@@ -73,6 +73,8 @@ PAGES = {
             "kvferry.http.server.config",
             "kvferry.http.server.limits",
             "kvferry.core.settings.options",
+            "kvferry.core.settings.model",
+            "kvferry.fleet.processes.process_settings",
         ),
     ),
     "errors": ("Errors", "The one tree of errors.", ("kvferry.core.errors",)),

@@ -9,9 +9,9 @@ import msgspec
 
 from docs_site.tables import code, default_text, table, type_text
 from kvferry.adapters.vllm.settings import AdapterOptions
-from kvferry.cli.flags import field_help
 from kvferry.connectors.registry import BUILTIN, ConnectorSpec
 from kvferry.core.names import resolve
+from kvferry.core.settings.model import field_help
 from kvferry.core.settings.transfer_config import KVTransferConfig
 
 HEAD = """# KV transfer configuration

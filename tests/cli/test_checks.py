@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from cli.torch_blocked import TorchBlocked
-from kvferry.cli import common
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.flags import complete, flags_of
 from kvferry.cli.main import main
 from kvferry.core import dependencies
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
+from kvferry.fleet.processes import running
 from kvferry.fleet.spec.kv_transfer import check_transfer
 from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.http.server.config import HttpAccess
@@ -288,7 +288,7 @@ def test_what_an_instance_registers_for_it_can_do(
     role: str, fits: bool, within: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "the token of tests")
-    monkeypatch.setattr(common, "RUN_INSTANCE", "nowhere:run")
+    monkeypatch.setattr(running, "RUN_INSTANCE", "nowhere:run")
     one = {"kv_connector": "P2pConnector", "kv_role": role}
     several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [CACHE, one]}}
     transfer = json.dumps(several if within else one)

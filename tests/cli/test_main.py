@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ import pytest
 from cli.torch_blocked import TorchBlocked
 from kvferry import __version__
 from kvferry.cli.config_file import ConfigFile
-from kvferry.cli.flags import complete, field_help
+from kvferry.cli.flags import complete
 from kvferry.cli.main import COMMANDS, ENVIRONMENT, app, for_engine, main
+from kvferry.core.settings.flags import flag_name
+from kvferry.core.settings.model import field_help
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.ready import start_messages
-from kvferry.fleet.spec.arguments import flag_name, to_arguments
 from kvferry.fleet.spec.restart import RestartPolicy
 from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.spec.variables import flag_variables
@@ -94,7 +94,7 @@ def test_every_setting_is_a_flag_with_its_help(
     flat = " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
     for config in configs:
         helps = field_help(config)
-        assert set(helps) == {one.name for one in fields(config)}
+        assert set(helps) == set(config.__struct_fields__)
         for name, help_text in helps.items():
             assert (flag_name(name) in text) == (name not in absent)
             assert name in absent or " ".join(help_text.split()[:3]) in flat
@@ -167,23 +167,6 @@ def test_defaults_are_those_of_the_settings() -> None:
     assert complete(FleetSpec, flags["fleet"]) == FleetSpec()
     assert complete(InstanceSpec, flags["instance"]) == InstanceSpec()
     assert complete(Listen, flags["listen"]) == Listen()
-
-
-def test_arguments_make_the_same_settings_again() -> None:
-    """What a fleet tells its children is what they understand."""
-    engine = EngineConfig(
-        model="m", dtype="bfloat16", max_model_len=99, prefix_caching=False, seed=-5, kv_cache_memory="2GiB"
-    )
-    choice = EngineChoice(engine="vllm", engine_python="/v/python", engine_argument=("--dtype", "a b", "-x"))
-    assert complete(EngineChoice, said("decode", "m", *to_arguments(choice))["choice"]) == choice
-    instance = InstanceSpec(served_model_name=("a", "b c"), kv_transfer_config='{"kv_connector":"X"}')
-    listen = Listen(host="::1", port=0, grace_s=0.5)
-    flags = said("decode", "m", *to_arguments(engine, ["model"]), *to_arguments(instance), *to_arguments(listen))
-    assert complete(EngineConfig, flags["engine"], model=flags["model"]) == engine
-    assert complete(InstanceSpec, flags["instance"]) == instance
-    assert complete(Listen, flags["listen"]) == listen
-    router = RouterConfig(prefill_url=("http://a:1", "http://b:1"), decode_url=("http://c:1",), hand_off="concurrent")
-    assert complete(RouterConfig, said("router", *to_arguments(router))["router"]) == router
 
 
 def test_what_stands_behind_two_dashes_reaches_vllm_word_by_word() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -20,10 +19,10 @@ from kvferry.connectors.registry import BUILTIN as CONNECTORS
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import resolve
 from kvferry.core.settings.bounds import Bounds, bounds_of, check_bounds
+from kvferry.core.settings.flags import flag_name
 from kvferry.core.settings.options import read_options
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
-from kvferry.fleet.spec.arguments import flag_name
 from kvferry.fleet.spec.restart import RestartPolicy
 from kvferry.fleet.spec.settings import FleetSpec, Listen
 from kvferry.http.server.config import HttpAccess, HttpConfig
@@ -78,7 +77,7 @@ def numbers() -> list[tuple[str, Argument]]:
 def cases() -> Iterator[Any]:
     """Each flag once for each class of settings, as reading a command line takes a while; those that belong to no class
     of settings at every command that has one."""
-    owned = {flag_name(one.name) for config in CONFIGS for one in fields(config)}
+    owned = {flag_name(name) for config in CONFIGS for name in config.__struct_fields__}
     seen: set[str] = set()
     for name, flag in numbers():
         if flag.name not in owned & seen:

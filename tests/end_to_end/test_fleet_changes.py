@@ -110,7 +110,7 @@ def test_random_changes(fleet: Fleet) -> None:
     def forking_process() -> None:
         with suppress(psutil.Error):
             for one in psutil.Process(fleet.status.pid).children():
-                if "kvferry.cli.fork_main" in one.cmdline():
+                if "kvferry.fleet.backends.local.fork_main" in one.cmdline():
                     _signal(one.pid, dice.choice([signal.SIGKILL, signal.SIGSTOP]))
 
     change_at_random(fleet, dice, NUM_CHANGES, strike, forking_process)
@@ -120,16 +120,18 @@ UNITS = """
 name = "{name}"
 model = "{model}"
 mode = "replica"
-args = ["--served-model-name=m", "--grace-s=5"]
+served_model_name = ["m"]
+grace_s = 5
 [engine]
-args = ["--dtype=float32", "--kv-cache-memory=32MiB"]
+dtype = "float32"
+kv_cache_memory = "32MiB"
 [unit]
 members = {{ prefill = 1, decode = 1 }}
 count = 2
 [router]
 port = 0
 count = 2
-args = ["--disaggregate-from=0"]
+disaggregate_from = "0"
 [failure]
 backoff = ["100ms", "1s"]
 restart = "{restart}"

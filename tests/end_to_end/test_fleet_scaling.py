@@ -28,9 +28,11 @@ SPEC = """
 name = "{name}"
 model = "kvferry/tiny-python"
 mode = "pooling"
-args = ["--served-model-name=m", "--grace-s=5"]
+served_model_name = ["m"]
+grace_s = 5
 [engine]
-args = ["--kv-cache-memory=64MiB", "--no-prefix-caching"]
+kv_cache_memory = "64MiB"
+prefix_caching = false
 [role.prefill]
 count = 1
 min = 1
@@ -42,7 +44,7 @@ can_be = ["prefill"]
 [router]
 port = 0
 count = 2
-args = ["--disaggregate-from=0"]
+disaggregate_from = "0"
 [failure]
 hang = "20s"
 drain = "30s"

@@ -71,7 +71,7 @@ def test_every_command_is_understood(command: str, monkeypatch: pytest.MonkeyPat
     started: list[Any] = []
     for module in (serve, instance):
         monkeypatch.setattr(module, "run_attended", lambda *what, **more: started.append(what) or 0)
-        monkeypatch.setattr(module, "run_engine", lambda *what: started.append(what) or 0)
+        monkeypatch.setattr(module, "run_foreground", lambda *what: started.append(what) or 0)
         monkeypatch.setattr(module, "check_before_start", lambda *what, **more: None)
     monkeypatch.setattr("kvferry.router.server.run_router", lambda *what, **more: started.append(what) or 0)
     monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "as the pages say")

@@ -34,7 +34,6 @@ from fleet.processes.test_external_servers import foreign
 from fleet.recording import RecordingDisplay
 from kvferry.cli import attended as foreground
 from kvferry.core.errors import ConfigError
-from kvferry.engine.server.registrar import Registrar, make_registrar
 from kvferry.fleet import places
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.leftovers import remove_leftovers
@@ -42,6 +41,7 @@ from kvferry.fleet.places import running_folder
 from kvferry.fleet.processes.process import ProcessSpec
 from kvferry.fleet.processes.start_time import started_at
 from kvferry.fleet.spec.fleet_spec import FailureSpec
+from kvferry.http.registrar import Registrar, make_registrar
 
 pytestmark = pytest.mark.usefixtures("leaves_nobody")
 

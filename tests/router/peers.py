@@ -12,12 +12,13 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import uvicorn
+from msgspec import structs
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -364,7 +365,7 @@ async def routing(
     settings.setdefault("policy", "round_robin")
     settings.setdefault("busy_wait_s", 0)
     config = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
-    http = replace(http or HttpConfig(shutdown_grace_s=1), port=0, max_body_bytes=config.max_body_bytes)
+    http = structs.replace(http or HttpConfig(shutdown_grace_s=1), port=0, max_body_bytes=config.max_body_bytes)
     router = build_router(config, http, access)
     server, ready = HttpServer(router.routes(), http, Lifecycle("router"), router.guard), asyncio.Event()
     async with router.running(), asyncio.TaskGroup() as group:

@@ -7,13 +7,13 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
+from msgspec import structs
 
 from kvferry.core.errors import PeerLost
 from kvferry.core.keys import http_secret
@@ -295,9 +295,9 @@ async def test_who_is_restarted_is_met_again_and_what_is_busy_is_no_stranger() -
         while one.server.service.connections:
             await asyncio.sleep(0)
         assert await status() == 200
-        one.server.service.guard = Guard.from_config(replace(one.server.config, name="after a restart"))
+        one.server.service.guard = Guard.from_config(structs.replace(one.server.config, name="after a restart"))
         assert await status() == 200
-        one.server.service.guard = Guard.from_config(replace(one.server.config, secret="another token"))
+        one.server.service.guard = Guard.from_config(structs.replace(one.server.config, secret="another token"))
         with pytest.raises(PeerLost):
             await status()
         while one.server.service.connections:

@@ -27,7 +27,7 @@ SERVE = """
 import asyncio, json, sys
 from pathlib import Path
 from kvferry.cli.attended import AttendedFleet
-from kvferry.cli.fleet_settings import failing
+from kvferry.fleet.spec.fleet_settings import failing
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec.fleet_spec import RouterSpec, DesiredFleet

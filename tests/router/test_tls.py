@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import ssl
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from msgspec import structs
 
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
@@ -124,7 +124,9 @@ async def test_who_registers_is_told_which_side_must_change(authority: Authority
         async with registering(registrar(url, d, ca=authority.ca)):
             await holds(lambda: "name one with --tls-ca of the router" in caplog.text)
     assert "--advertise-url" not in caplog.text
-    trusted = replace(ours, tls_ca=authority.ca, tls_verify_clients=True)  # a signature does in place of a certificate
+    trusted = structs.replace(
+        ours, tls_ca=authority.ca, tls_verify_clients=True
+    )  # a signature does in place of a certificate
     async with (
         instances(d, tls=authority.issue("instance")),
         routing([], [], trusted, registration=True) as (router, url),

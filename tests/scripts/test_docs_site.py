@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from docs_site import api, commands, connectors, environment, metrics, repository
+from docs_site import api, commands, connectors, environment, metrics, repository, spec
 from kvferry.connectors.registry import BUILTIN, find_connector
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import resolve
 from kvferry.core.settings.environment import VARIABLES
+from kvferry.core.settings.model import settings_fields
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.router.config import RouterConfig
 
@@ -45,7 +45,7 @@ def test_every_flag_is_in_the_reference_with_its_meaning(command: str, reference
 def test_settings_of_the_router_are_in_groups_in_the_order_of_their_class(command: str) -> None:
     groups = {flag.name: commands._group(flag)[1] for flag in commands.flags(COMMANDS[command])}
     headings = list(dict.fromkeys(group for group in groups.values() if group.startswith("Router")))
-    assert headings == [one.metadata["heading"] for one in fields(RouterConfig) if "heading" in one.metadata]
+    assert headings == [field.heading for field in settings_fields(RouterConfig) if field.heading]
     assert groups["--tenants-file"] == "Router: tenants"
     assert groups["--registration"] == "Router: instances"
     assert groups["--host"] == "Listening"
@@ -63,6 +63,29 @@ def test_every_environment_variable_is_a_flags_or_explained() -> None:
     assert named - flags - INTERNAL - {"KVFERRY_CONFIG"} == set(VARIABLES)
     page = environment.page()
     assert all(f"`{name}`" in page for name in VARIABLES)
+
+
+def spec_keys() -> list[tuple[str, str]]:
+    """Every key of a spec, with its table."""
+    own = {name: list(keys.fields()) for name, keys in spec.SETTINGS.items()}
+    tables = {name: list(kind.__struct_encode_fields__) for name, kind in spec.tables().items()}
+    sections = {"role", "engine", "router", "unit", "roll", "failure", "backend", "scale", "keys"}
+    tables[""] = [key for key in tables[""] if key not in sections]
+    return [(name, key) for group in (tables, own) for name, keys in group.items() for key in keys]
+
+
+@pytest.fixture(scope="module")
+def spec_page() -> str:
+    return spec.page()
+
+
+@pytest.mark.parametrize(("name", "key"), spec_keys())
+def test_every_key_of_a_spec_is_in_the_reference_with_its_meaning(name: str, key: str, spec_page: str) -> None:
+    heading = f"## [{name}]" if name else "## Outside of any table"
+    section = spec_page.partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith(f"| `{key}` |")]
+    assert len(rows) == 1
+    assert len(rows[0].rsplit("|", 2)[1].strip()) > 8
 
 
 @pytest.mark.parametrize("name", BUILTIN)

@@ -27,9 +27,11 @@ SPEC = """
 name = "{name}"
 model = "{model}"
 mode = "pooling"
-args = ["--served-model-name=m", "--grace-s=5"]
+served_model_name = ["m"]
+grace_s = 5
 [engine]
-args = ["--dtype=float32", "--kv-cache-memory=32MiB"]
+dtype = "float32"
+kv_cache_memory = "32MiB"
 [role.prefill]
 count = 1
 max = 3
@@ -41,7 +43,7 @@ can_be = ["prefill"]
 [router]
 port = 0
 count = 2
-args = ["--disaggregate-from=0"]
+disaggregate_from = "0"
 [failure]
 backoff = ["100ms", "1s"]
 crash_loop = 100

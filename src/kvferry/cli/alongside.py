@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 from kvferry.cli.attended import AttendedFleet
-from kvferry.cli.fleet_settings import FleetSettings, fleet_of, fleet_token, local_recipe
-from kvferry.cli.serve import serve
 from kvferry.core.errors import Unavailable
+from kvferry.core.keys import fleet_token
 from kvferry.fleet.display import Display, make_display
+from kvferry.fleet.processes.recipe import recipe_of
+from kvferry.fleet.spec.fleet_settings import FleetSettings, fleet_of
 from kvferry.models.digest_cache import DigestCache
 
 ENDPOINT = ""
@@ -29,7 +30,7 @@ async def run_alongside(name: str, settings: FleetSettings, job: Job) -> None:
     token = fleet_token()
     fleet = AttendedFleet(
         fleet_of(name, settings),
-        partial(local_recipe, token=token, command=serve),
+        partial(recipe_of, token=token),
         _Quiet(make_display(settings.log), up),
         token=token,
         grace_s=settings.listen.grace_s,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ class ConfigFile:
 
     def _entries(self, table: str, flags: set[str], *, is_own: bool) -> Table:
         """The entries of a table that are flags of this command. Keys that no command has are refused."""
-        known_names = flags if is_own else {field.name for config in SHARED[table] for field in fields(config)}
+        known_names = flags if is_own else {name for config in SHARED[table] for name in config.__struct_fields__}
         entries = {}
         for key, value in self._tables.get(table, {}).items():
             if _field(key) not in known_names:

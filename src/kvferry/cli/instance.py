@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvferry.cli.attended import run_attended
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import (
@@ -21,16 +23,16 @@ from kvferry.cli.common import (
     LogFlags,
     Model,
     ReadyFd,
-    run_engine,
+    run_foreground,
 )
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import engine_of, failing
 from kvferry.cli.terminal.summary import summary_of
 from kvferry.core.keys import shared_token
-from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
+from kvferry.fleet.processes.process_settings import InstanceProcess
 from kvferry.fleet.processes.recipe import LocalRecipe, require_defaults
 from kvferry.fleet.spec.arguments import refuse_own_flags
+from kvferry.fleet.spec.fleet_settings import engine_of, failing
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, RoleSpec, RouterSpec
 from kvferry.fleet.spec.kv_transfer import DEFAULT, InstanceRole, transfer_for
 from kvferry.fleet.spec.restart import RestartPolicy
@@ -113,7 +115,19 @@ def _run(
     transfer = transfer_for(spec.kv_transfer_config or DEFAULT, role)
     if ready_fd is None:
         check_before_start(settings, chosen, where, accesses, transfer=transfer)
-    return run_engine(role, settings, spec, where, parse_transfer_config(transfer), logs, accesses, bounds, ready_fd)
+    process = InstanceProcess(
+        role=role,
+        engine=settings,
+        instance=msgspec.structs.replace(spec, kv_transfer_config=transfer),
+        listen=where,
+        log=logs,
+        access=accesses,
+        limits=bounds,
+    )
+    summary = summary_of(
+        role, where, accesses, models=spec.served_model_name or (settings.model,), answers_clients=False
+    )
+    return run_foreground(process, role, ready_fd, summary)
 
 
 def _run_server(

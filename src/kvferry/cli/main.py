@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -32,12 +31,11 @@ from kvferry.cli.router import router
 from kvferry.cli.serve import serve
 from kvferry.cli.variables import refuse_unread
 from kvferry.cli.whole_numbers import require_whole_numbers
-from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.process_exit import exit_process
 from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
+from kvferry.core.settings.flags import flag_name
 from kvferry.core.streams import EXIT_UNREAD, OutputError, prepare_streams
-from kvferry.fleet.processes.exit_reason import ERROR_PREFIX, EXIT_USER_ERROR
-from kvferry.fleet.spec.arguments import flag_name
+from kvferry.fleet.processes.exit_reason import EXIT_USER_ERROR, exit_code_of, report_error
 from kvferry.fleet.spec.variables import CONFIG_VARIABLE
 from kvferry.observe.logs import LogConfig, set_up_logging
 
@@ -139,20 +137,18 @@ def main(arguments: list[str] | None = None) -> int:
         if argv[0].startswith("-"):  # help is to say what each command does
             for name in _IMPORTED_WHEN_USED:
                 app[name]
-        code = app.meta(argv, exit_on_error=False, print_error=False, result_action="return_value")
+        code = exit_code_of(lambda: _run(argv))
         sys.stdout.flush()  # what cannot be written is to be known before the exit code is
     except CycloptsError as error:
-        return _complain(_misuse(error), EXIT_USER_ERROR)
-    except (ConfigError, UnsupportedModel) as error:
-        return _complain(str(error), EXIT_USER_ERROR)
-    except KvferryError as error:
-        return _complain(str(error), 1)
-    except KeyboardInterrupt:
-        warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that cannot be awaited any more
-        return 130
+        return report_error(_misuse(error), EXIT_USER_ERROR)
     except OutputError as error:
         code = error.exit_code()
-        return code if code == EXIT_UNREAD else _complain(error.strerror or str(error), code)
+        return code if code == EXIT_UNREAD else report_error(error.strerror or str(error), code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    code: int | None = app.meta(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     return code or 0
 
 
@@ -200,11 +196,6 @@ def _misuse(error: CycloptsError) -> str:
         text = text if text.endswith("...") else text.rstrip(".")  # "...": there are more commands
     command = " ".join(["kvferry", *(error.command_chain or ())])
     return f"{text} See {command} --help" if text.endswith("?") else f"{text}; see {command} --help"
-
-
-def _complain(text: str, code: int) -> int:
-    sys.stderr.write(f"{ERROR_PREFIX}{' '.join(text.split()).rstrip('.')}\n")
-    return code
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from kvferry.cli.common import (
     LogFlags,
     ReadyFd,
     RouterFlags,
-    http_settings,
     reporting,
 )
 from kvferry.cli.flags import complete, defaults_of, flags_of
 from kvferry.cli.terminal.summary import summary_of
 from kvferry.core.errors import MissingDependency
 from kvferry.core.keys import shared_token
+from kvferry.fleet.processes.running import http_settings
 from kvferry.fleet.spec.settings import Listen
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess, HttpConfig

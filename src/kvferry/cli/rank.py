@@ -9,12 +9,11 @@ from cyclopts import Parameter
 from kvferry.cli.common import LOG, LogFlags, ReadyFd
 from kvferry.cli.flags import complete
 from kvferry.core.keys import shared_token
-from kvferry.core.names import resolve, without_collections
 from kvferry.core.settings.addresses import parse_address
+from kvferry.fleet.processes.process_settings import JoiningRankProcess
+from kvferry.fleet.processes.ready import ReadyWriter
+from kvferry.fleet.processes.running import NullReporter, run_process
 from kvferry.observe.logs import LogConfig, set_up_logging
-
-RUN_RANK = "kvferry.engine.executor.rank_main:run_rank"
-"""Resolved when it is called, because it imports torch."""
 
 RankAddress = Annotated[str, Parameter(help="What the instance was given as --ranks-at.")]
 
@@ -29,10 +28,8 @@ def rank(address: RankAddress, /, *, log: LogFlags = LOG, ready_fd: ReadyFd = No
 
         kvferry rank 10.0.0.1:7000
     """
-    set_up_logging(complete(LogConfig, log), "rank")
-    token = shared_token("kvferry rank")
+    shared_token("kvferry rank")
     parse_address(address, "the address of the instance")
-    with without_collections():
-        run = resolve(RUN_RANK)
-    code: int = run(address, token)
-    return code
+    process = JoiningRankProcess(address=address, log=complete(LogConfig, log))
+    set_up_logging(process.log, "rank")
+    return run_process(process, NullReporter() if ready_fd is None else ReadyWriter(ready_fd))

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
-
 from kvferry.cli.attended import run_attended
 from kvferry.cli.common import (
     ACCESS,
@@ -22,21 +17,20 @@ from kvferry.cli.common import (
     LogFlags,
     ReadyFd,
     RouterFlags,
-    http_settings,
-    reporting,
+    run_foreground,
 )
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import failing
 from kvferry.cli.terminal.summary import ServeSummary, summary_of
-from kvferry.core.keys import shared_token
 from kvferry.engine.config import EngineConfig
+from kvferry.fleet.processes.process_settings import RouterProcess
 from kvferry.fleet.processes.recipe import LocalRecipe
+from kvferry.fleet.spec.fleet_settings import failing
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, RouterSpec
 from kvferry.fleet.spec.restart import RestartPolicy
 from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.spec.variables import flag_variables
 from kvferry.http.client.access import InstanceAccess
-from kvferry.http.server.config import HttpAccess, HttpConfig
+from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
@@ -52,8 +46,6 @@ def router(
     limits: LimitFlags = LIMITS,
     instance_access: InstanceAccessFlags = INSTANCE_ACCESS,
     ready_fd: ReadyFd = None,
-    group: Annotated[Path | None, Parameter(show=False, help="For the supervisor: what the routers share.")] = None,
-    listener: Annotated[tuple[int, ...], Parameter(show=False, help="For the supervisor: sockets to accept on.")] = (),
 ) -> int:
     """Start a router: one OpenAI endpoint in front of prefill and decode instances.
 
@@ -64,17 +56,13 @@ def router(
     address, keys, http_limits = complete(Listen, listen), complete(HttpAccess, access), complete(HttpLimits, limits)
     config, instances = complete(RouterConfig, router), complete(InstanceAccess, instance_access)
     logs = complete(LogConfig, log)
-    if config.registration:
-        shared_token("--registration")
-    if config.workers is not None and config.workers > 1 and group is None:
+    if config.workers is not None and config.workers > 1:
         configured_instances(config)
         return _run_several(config, address, keys, http_limits, instances, logs, ready_fd)
-    from kvferry.dashboard.router_page import page_of_router
-    from kvferry.router.server import run_router  # Brings a web server along, which --help does without.
-
-    http = HttpConfig(**http_settings(address, keys, http_limits), listeners=listener)
-    with reporting("router", ready_fd, logs, _summary(config, address, keys)) as reporter:
-        return run_router(config, http, instances, group=group, page=page_of_router, on_ready=reporter.ready)
+    process = RouterProcess(
+        router=config, listen=address, log=logs, access=keys, limits=http_limits, instance_access=instances
+    )
+    return run_foreground(process, "router", ready_fd, _summary(config, address, keys))
 
 
 def _run_several(

@@ -6,6 +6,8 @@ import os
 from dataclasses import replace
 from functools import partial
 
+import msgspec
+
 from kvferry.cli.attended import run_attended
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import (
@@ -33,15 +35,17 @@ from kvferry.cli.common import (
     ReadyFd,
     RestartFlags,
     RouterOptionFlags,
-    run_engine,
+    run_foreground,
 )
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import FleetSettings, fleet_of, fleet_token, local_recipe
 from kvferry.cli.terminal.summary import ServeSummary, summary_of
+from kvferry.core.keys import fleet_token
 from kvferry.core.machine import has_gpu, num_cpus, usable_cores
-from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.cpu import parse_cores, thread_variables
+from kvferry.fleet.processes.process_settings import InstanceProcess
+from kvferry.fleet.processes.recipe import recipe_of
+from kvferry.fleet.spec.fleet_settings import FleetSettings, fleet_of
 from kvferry.fleet.spec.kv_transfer import check_transfer
 from kvferry.fleet.spec.restart import RestartPolicy
 from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
@@ -117,7 +121,7 @@ def serve(
         return _serve_one(settings, ready_fd)
     token = fleet_token()
     desired = fleet_of("kvferry", settings)
-    make_recipe = partial(local_recipe, token=token, command=serve)
+    make_recipe = partial(recipe_of, token=token)
     make_recipe(desired)
     if ready_fd is None:
         check_before_start(
@@ -149,7 +153,7 @@ def _with_counts(spec: FleetSpec, engine: EngineConfig, choice: EngineChoice, in
     if engine.device != "cpu" and has_gpu():
         return spec
     cores = usable_cores() if spec.cores is None else parse_cores(spec.cores, usable_cores())
-    return replace(spec, prefill=1, decode=1) if min(len(cores), num_cpus()) >= 2 else spec
+    return msgspec.structs.replace(spec, prefill=1, decode=1) if min(len(cores), num_cpus()) >= 2 else spec
 
 
 def _summary(settings: FleetSettings, *, is_drawn: bool) -> ServeSummary:
@@ -180,17 +184,17 @@ def _serve_one(settings: FleetSettings, ready_fd: int | None) -> int:
     text = settings.instance.kv_transfer_config
     if text is not None:
         check_transfer(text)
-    transfer = None if text is None else parse_transfer_config(text)
     if ready_fd is None:
         check_before_start(settings.engine, settings.choice, settings.listen, settings.access, transfer=text)
-    return run_engine(
-        "both",
-        settings.engine,
-        settings.instance,
-        settings.listen,
-        transfer,
-        settings.log,
-        settings.access,
-        settings.limits,
-        ready_fd,
+    process = InstanceProcess(
+        role="both",
+        engine=settings.engine,
+        instance=settings.instance,
+        listen=settings.listen,
+        log=settings.log,
+        access=settings.access,
+        limits=settings.limits,
     )
+    models = settings.instance.served_model_name or (settings.engine.model,)
+    summary = summary_of("serve", settings.listen, settings.access, models=models)
+    return run_foreground(process, "engine", ready_fd, summary)

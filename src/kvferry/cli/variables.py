@@ -12,7 +12,8 @@ from typing import Any
 from cyclopts import App
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.spec.arguments import KEY_FIELDS, flag_name, variable_name
+from kvferry.core.settings.flags import variable_name
+from kvferry.fleet.spec.keys import SECRETS
 from kvferry.fleet.spec.variables import FLEET, INSTANCE, ROUTER, variables_of
 from kvferry.observe.logs import LogConfig
 
@@ -74,9 +75,9 @@ def refuse_unread(command: Command, app: App, *, has_file: bool = False) -> None
 def _complaint(command: Command, variable: str, *, reads_spec: bool) -> str:
     field = variable.removeprefix("KVFERRY_").lower()
     how = "unset it for this command"
-    if reads_spec and field in KEY_FIELDS:
+    if reads_spec and field in SECRETS:
         how = (
-            f"a spec says it as {flag_name(field)}-file=PATH in router.args, or in Kubernetes as a Secret in"
+            f"a spec says it as {field}_file in [router], or in Kubernetes as a Secret in"
             f" backend.kubernetes.pod.router.secrets; {how}"
         )
     elif reads_spec:

@@ -214,6 +214,11 @@ def users_token() -> str:
     return ""
 
 
+def fleet_token() -> str:
+    """The secret of a fleet's processes: from the environment, the user's own, or a new one."""
+    return shared_token() or users_token() or entropy.token_hex(32)
+
+
 def _write_once(path: Path, text: str) -> None:
     """Write a file atomically, unless it exists."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvferry.core.errors import TransferError
@@ -15,8 +15,8 @@ from kvferry.router.app import Router
 from kvferry.router.instances.instance import Instance
 from kvferry.router.siblings import SiblingRouters
 
-_DEFAULT_TTFT_S, _DEFAULT_ITL_S = 2.0, 0.05
-"""The targets of the sentence where the fleet has none, as in `kvferry why`."""
+Judge = Callable[[TrafficReport, list[dict[str, Any]], FleetPlan | None], str]
+"""A sentence about requests, by the views of the instances and the fleet's plan; empty if there is none to say."""
 
 
 class RouterSource:
@@ -66,28 +66,8 @@ class RouterSource:
         return list(names)
 
 
-def judge(report: TrafficReport, views: list[dict[str, Any]], plan: FleetPlan | None) -> str:
-    """The sentence of `kvferry why` about these requests; empty if too few of them have ended."""
-    from kvferry.fleet.scaling.predictor import LatencyTargets  # NumPy's linear algebra, which routers do without
-    from kvferry.fleet.scaling.scaling_rules import Counts
-    from kvferry.fleet.scaling.traffic import DecodeCapacity
-    from kvferry.fleet.scaling.verdict import judge as judge_report
-
-    alive = [view for view in views if view.get("alive")]
-    decoding = [view for view in alive if view.get("role") == "decode"]
-    counts = Counts(len(alive) - len(decoding), len(decoding))
-    facts = [view.get("facts") or {} for view in decoding]
-    capacity = DecodeCapacity.smallest(
-        (int(fact.get("num_kv_tokens") or 0), int(fact.get("max_num_seqs") or 0)) for fact in facts
-    )
-    ttft_s, itl_s = (plan.ttft_s, plan.itl_s) if plan is not None and plan.ttft_s and plan.itl_s else (0.0, 0.0)
-    targets = LatencyTargets(ttft_s or _DEFAULT_TTFT_S, itl_s or _DEFAULT_ITL_S)
-    verdict = judge_report(report, counts, targets, capacity=capacity)
-    return "" if verdict is None else verdict.sentence()
-
-
-def page_of_router(router: Router, siblings: SiblingRouters) -> list[Route]:
-    """The routes of a router's page."""
+def page_of_router(router: Router, siblings: SiblingRouters, judge: Judge) -> list[Route]:
+    """The routes of a router's page, which shows what `judge` says."""
     services = router.services
     settings = FeedSettings(tick_s=services.config.page_tick_s)
     feed = Feed(RouterSource(router, siblings), services.clock, settings, judge)

@@ -6,12 +6,12 @@ docstring is its flag's help.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.addresses import parse_address
-from kvferry.core.settings.bounds import Count, Seconds, Seed, check_bounds
+from kvferry.core.settings.bounds import Count, Seconds, Seed
+from kvferry.core.settings.model import Settings, alias, heading
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.patch_names import require_known_patches
 from kvferry.kv_events.sockets import require_endpoint
@@ -24,20 +24,19 @@ MAX_THREADS = 1024
 """OpenMP ends the process if it cannot start as many threads as requested."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Settings, frozen=True, kw_only=True):
     """One engine: its model, its KV cache, its scheduler."""
 
     model: str
     """Model to serve: a local directory, a Hugging Face id, or a built-in one such as kvferry/tiny-python."""
 
-    dtype: DType = field(default="auto", metadata={"heading": "kvferry's engine: model"})
+    dtype: Annotated[DType, heading("kvferry's engine: model")] = "auto"
     """Data type of weights and KV; auto uses the checkpoint's own."""
 
     device: Device = "auto"
     """Where the model runs; auto uses a GPU if there is one."""
 
-    tensor_parallel_size: Count = field(default=1, metadata={"alias": "tp"})
+    tensor_parallel_size: Annotated[Count, alias("tp")] = 1
     """Number of ranks that share the weights, the KV cache and the work of the model. Each is a process on this
     machine (unless --ranks-at is set), with a GPU of its own if there are GPUs."""
 
@@ -74,7 +73,7 @@ class EngineConfig:
     seed: Seed | None = None
     """Seed for requests that have none. Default: a new random seed for each request."""
 
-    block_size: Count = field(default=32, metadata={"heading": "kvferry's engine: KV cache"})
+    block_size: Annotated[Count, heading("kvferry's engine: KV cache")] = 32
     """Tokens per KV block."""
 
     kv_cache_memory: str | None = None
@@ -96,7 +95,7 @@ class EngineConfig:
     kv_events_replay: str | None = None
     """ZeroMQ address at which followers request events that they missed. Default: a free port of the same host."""
 
-    max_num_seqs: Count = field(default=128, metadata={"heading": "kvferry's engine: scheduler"})
+    max_num_seqs: Annotated[Count, heading("kvferry's engine: scheduler")] = 128
     """Max number of sequences that run at the same time."""
 
     max_num_batched_tokens: Count = 2048
@@ -111,7 +110,7 @@ class EngineConfig:
     """Max number of waiting requests; further ones are answered with 429."""
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ConfigError(f"--num-threads must be at most {MAX_THREADS}, got {self.num_threads}")
         if self.ranks_at is not None:

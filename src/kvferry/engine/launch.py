@@ -19,7 +19,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.server.app import serve
 from kvferry.engine.server.config import ServerConfig
-from kvferry.engine.server.registrar import RegistrarConfig
+from kvferry.http.registrar import RegistrarConfig
 from kvferry.http.server.listen import authority
 
 log = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ import os
 import sys
 import time
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.settings import environment
+from kvferry.core.settings.model import Settings
 
 INSTANCE_VARIABLE = environment.INSTANCE_NAME
 """Set by a supervisor for its children: their names in the fleet."""
@@ -34,8 +34,7 @@ _QUIET = (
 """Loggers of other packages; only their warnings and errors are logged."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogConfig:
+class LogConfig(Settings, frozen=True, kw_only=True):
     """Level and format of the log."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
+
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import (
-    Bounds,
     Count,
     CountOrZero,
     Port,
     RateOrZero,
     Seconds,
     SecondsOrZero,
-    check_bounds,
 )
+from kvferry.core.settings.model import Settings, heading
 from kvferry.core.settings.units import parse_bytes
 from kvferry.router.paths import parse_path
 
 _HEADER_NAME = r"[A-Za-z0-9_-]+"
 
+NumWorkers = Annotated[int, msgspec.Meta(ge=1, le=256)]
 HandOffMode = Literal["auto", "sequential", "concurrent"]
 ProtocolName = Literal["auto", "kvferry", "nixl", "mooncake", "sglang", "keys"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(Settings, frozen=True, kw_only=True):
     """One router: the instances behind it, how requests are handed off, and its bounds. `heading` begins a group
     of flags in `--help` and in the reference."""
 
-    prefill_url: tuple[str, ...] = field(default=(), metadata={"heading": "Router: instances"})
+    prefill_url: Annotated[tuple[str, ...], heading("Router: instances")] = ()
     """Base URL of a prefill instance; repeat it for more. Without any, decode instances do both phases.
     dynamo://NAMESPACE/COMPONENT: all workers of Dynamo's that its discovery has there."""
 
@@ -75,7 +75,7 @@ class RouterConfig:
     as http://10.0.0.1:8000=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558; repeat it for more. Instances of kvferry's tell the
     router themselves. Needs kvferry[events]."""
 
-    policy: str = field(default="cost", metadata={"heading": "Router: choice of instances"})
+    policy: Annotated[str, heading("Router: choice of instances")] = "cost"
     """Policy that chooses the instances of a request: cost (least predicted time), prefix, session, least_loaded,
     power_of_two, round_robin, random, the name of an entry point in the group kvferry.policies, or module:Class.
     Without --kv-events on the instances, those that look at prompts know of caches only what they have sent there
@@ -106,7 +106,7 @@ class RouterConfig:
     """With --keep-for-next-turn: seconds that an instance which is drained still keeps what it has for next turns, so
     that these fetch it; it is drained when all of that was fetched, or then. 0: it is released at once."""
 
-    first_byte_timeout_s: Seconds = field(default=60.0, metadata={"heading": "Router: time limits and retries"})
+    first_byte_timeout_s: Annotated[Seconds, heading("Router: time limits and retries")] = 60.0
     """Seconds, plus one for each 1000 bytes of the request, that an instance may take to begin its answer without
     making progress; the request then goes to another instance. Progress is bytes of any answer, and steps counted in
     the instance's /metrics, so that a long queue or a long prompt is waited for."""
@@ -143,7 +143,7 @@ class RouterConfig:
     release_timeout_s: Seconds = 5.0
     """Seconds that a request to a prefill instance to free an abandoned hand-off may take."""
 
-    max_in_flight: Count = field(default=2048, metadata={"heading": "Router: queue and memory"})
+    max_in_flight: Annotated[Count, heading("Router: queue and memory")] = 2048
     """Most requests that are served at the same time; further ones wait, and tenants take turns."""
 
     max_waiting: CountOrZero = 1024
@@ -159,7 +159,7 @@ class RouterConfig:
     max_buffered: str = "1GiB"
     """Most bytes of request bodies in memory at the same time; further requests are answered with 429."""
 
-    tenant_by: str = field(default="key", metadata={"heading": "Router: tenants"})
+    tenant_by: Annotated[str, heading("Router: tenants")] = "key"
     """Distinction of tenants: key (the API key, or the client address if no keys are required), user (the `user`
     field of the body) or header:NAME. The last two are chosen by clients, so use them only for clients that you trust;
     a request without them counts by its key."""
@@ -181,7 +181,7 @@ class RouterConfig:
     default 1), requests_per_minute, tokens_per_minute, max_in_flight and api_key (a list of its keys). With --tenant-by
     user or header:NAME, the table is named after the tenant."""
 
-    forward_path: tuple[str, ...] = field(default=(), metadata={"heading": "Router: what clients may ask for"})
+    forward_path: Annotated[tuple[str, ...], heading("Router: what clients may ask for")] = ()
     """A method and a path that clients may use besides the OpenAI API's, such as 'POST /v1/audio/transcriptions';
     repeat it for more. All others are answered with 404."""
 
@@ -194,9 +194,7 @@ class RouterConfig:
     kvcache_load_keys, kvcache_ttl_s, kvcache_wait_s), which store and load KV under them. Requests with another
     cache_salt have other keys."""
 
-    workers: Annotated[int, Bounds(1, 256)] | None = field(
-        default=None, metadata={"heading": "Router: processes and traces"}
-    )
+    workers: Annotated[NumWorkers | None, heading("Router: processes and traces")] = None
     """Number of router processes that serve the port together; each takes at most one core. The limits on running and
     waiting requests and on memory are divided among them. Default: one; with `kvferry serve`, two where there are cores
     for them, so that a router that dies or hangs is no outage."""
@@ -205,7 +203,7 @@ class RouterConfig:
     """Serve a page at `/` that shows the fleet, the last requests and where their time went. It needs the same key as
     /kvferry/*."""
 
-    page_tick_s: Annotated[float, Bounds(0.1, 60)] = 2.0
+    page_tick_s: Annotated[float, msgspec.Meta(ge=0.1, le=60)] = 2.0
     """Seconds between two updates of an open page."""
 
     max_decisions: Count = 512
@@ -216,7 +214,7 @@ class RouterConfig:
     kvferry[otel]."""
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if self.dynamo_python is not None and not self.dynamo_python.is_file():
             raise ConfigError(
                 f"--dynamo-python {self.dynamo_python} is no program: there is no file, or a folder or pipe"

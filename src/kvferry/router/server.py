@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 
 from kvferry.core.process_exit import ShutdownDeadline, shutdown_deadline
@@ -47,7 +47,7 @@ def run_router(
     grace period that `http` sets. Raises `ConfigError` if the address cannot be used, a file cannot be read, or the
     configured instances are not enough for a router.
     """
-    http = replace(http, max_body_bytes=config.max_body_bytes)
+    http = msgspec.structs.replace(http, max_body_bytes=config.max_body_bytes)
     with shutdown_deadline() as limit:
         return uvloop.run(limit.run(_serve(config, http, access, group, page, on_ready, limit)))
 
@@ -70,7 +70,7 @@ async def _serve(
     limit: ShutdownDeadline,
 ) -> int:
     state = SharedState(group)
-    http = replace(http, name=state.fact("name", http.name))
+    http = msgspec.structs.replace(http, name=state.fact("name", http.name))
     router = build_router(divided(config), http, access, state=state)
     freeze_garbage_collector()
     siblings, ready_fields, listening = SiblingRouters(router, state), dict[str, Any](), asyncio.Event()
@@ -108,7 +108,7 @@ async def _serve(
 def divided(config: RouterConfig) -> RouterConfig:
     """One router's share of the limits of all `workers`."""
     num = config.workers or 1
-    return replace(
+    return msgspec.structs.replace(
         config,
         max_in_flight=ceil(config.max_in_flight / num),
         max_waiting=ceil(config.max_waiting / num),

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvferry.core.settings.flags import to_flags
 from kvferry.core.settings.units import percent
 from kvferry.sim.kv_traffic import prefill_seconds, to_size
 from kvferry.sim.replay import CompletedRequest, ReplayFigures, TraceReplay
@@ -43,10 +44,14 @@ class RouterSettings:
     policy: str = "cost"
     disaggregate_from: str = "auto"
 
-    def flags(self) -> list[str]:
-        """The flags of `kvferry router` for settings other than the defaults."""
+    def values(self) -> dict[str, str]:
+        """The settings other than the defaults, as keys of a spec."""
         default = vars(RouterSettings())
-        return [f"--{name.replace('_', '-')}={value}" for name, value in vars(self).items() if value != default[name]]
+        return {name: value for name, value in vars(self).items() if value != default[name]}
+
+    def flags(self) -> list[str]:
+        """The same as flags of `kvferry router`."""
+        return to_flags(self.values())
 
 
 @dataclass(frozen=True, order=True)

@@ -179,7 +179,7 @@ class MachineTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def max_num_seqs(self) -> int:
         """Max number of sequences that an instance runs at the same time."""
         setting = self.settings.get("max_num_seqs", "")
-        return int(setting) if setting.isdecimal() else EngineConfig.max_num_seqs
+        return int(setting) if setting.isdecimal() else EngineConfig(model="").max_num_seqs
 
 
 _TABLES: dict[str, type[msgspec.Struct]] = {

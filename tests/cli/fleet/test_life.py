@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvferry.cli.common import http_settings
 from kvferry.cli.fleet import controllers
 from kvferry.cli.main import main
 from kvferry.fleet.control.facts import RoleStatus
 from kvferry.fleet.control.ledger import FleetStatus, Ledger
 from kvferry.fleet.processes.process import PROGRAM
+from kvferry.fleet.processes.running import http_settings
 from kvferry.fleet.processes.start_time import started_at
 from kvferry.fleet.spec.fleet_spec import read_fleet
 from kvferry.fleet.spec.settings import Listen

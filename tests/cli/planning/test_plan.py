@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.cli.fleet_settings import local_recipe
-from kvferry.cli.main import app, main
+from kvferry.cli.main import main
 from kvferry.cli.planning.plan import spec_of
 from kvferry.cli.planning.simulated import ASSUMED, world_of
-from kvferry.cli.serve import serve
 from kvferry.core.settings.toml_file import to_toml
 from kvferry.core.settings.transfer_config import parse_transfer_config
+from kvferry.fleet.processes.process_settings import InstanceProcess
+from kvferry.fleet.processes.recipe import recipe_of
 from kvferry.fleet.spec.fleet_spec import fleet_from, read_fleet
 from kvferry.sim.planner import Candidate, RouterSettings
 from kvferry.sim.times import MediumTimes, StoreTimes, write_times
@@ -124,7 +124,7 @@ def test_a_spec_is_the_same_as_toml(candidate: Candidate) -> None:
     spec = spec_of(candidate, ASSUMED)
     assert tomllib.loads(to_toml(spec)) == spec
     assert fleet_from(spec).num_instances == candidate.num_instances
-    assert list(fleet_from(spec).router.args) == candidate.router.flags()
+    assert fleet_from(spec).keys.router == candidate.router.values()
 
 
 @pytest.mark.parametrize(
@@ -149,16 +149,15 @@ def test_what_is_wrong_is_said_before_the_trace_is_read(
 
 @pytest.mark.parametrize("candidate", [Candidate(both=2, chunk=512), SPLIT])
 def test_instances_of_a_plan_start(candidate: Candidate) -> None:
-    """Their commands are understood: what a role says is not said twice."""
+    """Keys of a role override those of the engine."""
     times = msgspec.structs.replace(ASSUMED, settings={"max_num_seqs": "16"})
     fleet = fleet_from(spec_of(candidate, times, "m"))
-    recipe = local_recipe(fleet, "a token of tests, long enough", serve)
+    recipe = recipe_of(fleet, "a token of tests, long enough")
     for role in fleet.role:
-        process = recipe.instance(f"{role}-0", role, 0, recipe.cores)
-        words = process.command[process.command.index("m") - 1 :]
-        _, bound, _ = app.parse_args(list(words), print_error=False, exit_on_error=False)
-        assert bound.arguments["engine"].max_num_batched_tokens == candidate.chunk
-        assert bound.arguments["engine"].max_num_seqs == 16
+        settings = recipe.instance(f"{role}-0", role, 0, recipe.cores).settings
+        assert isinstance(settings, InstanceProcess)
+        assert settings.engine.max_num_batched_tokens == candidate.chunk
+        assert settings.engine.max_num_seqs == 16
 
 
 def test_settings_of_the_measured_engine_are_kept(
@@ -170,8 +169,9 @@ def test_settings_of_the_measured_engine_are_kept(
     write_times(tmp_path / "times.json", times)
     assert main(["plan", str(trace), "--times", str(tmp_path / "times.json"), "--json", "--budget", "2"]) == 0
     fleet = fleet_from(tomllib.loads(json.loads(capsys.readouterr().out)["spec"]))
-    assert fleet.engine.args == ("--max-num-seqs=1024",)
-    assert (fleet.role["both"].tensor_parallel_size, fleet.role["both"].args) == (2, ("--max-num-batched-tokens=1024",))
+    assert fleet.keys.engine == {"max_num_seqs": 1024}
+    assert fleet.role["both"].tensor_parallel_size == 2
+    assert fleet.keys.role["both"] == {"max_num_batched_tokens": 1024}
 
 
 def test_more_requests_at_once_than_are_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

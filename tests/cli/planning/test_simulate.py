@@ -18,13 +18,13 @@ name = "chat"
 model = "kvferry/tiny-python"
 mode = "pooling"
 [engine]
-args = ["--kv-cache-memory=256MiB"]
+kv_cache_memory = "256MiB"
 [role.prefill]
-args = ["--max-num-batched-tokens=512"]
+max_num_batched_tokens = 512
 [role.decode]
 count = 2
 [router]
-args = ["--disaggregate-from=0"]
+disaggregate_from = "0"
 """
 SCALED = """
 name = "chat"
@@ -227,18 +227,22 @@ def test_requests_that_are_a_year_apart_are_refused(
         (("chat", "chat"), ["--speed", "0"], "--speed must be above 0"),
         (("chat", "chat"), ["--from-s", "1000"], "no request from 1000 s on"),
         (("[role.decode]", "[role.decoder]"), [], "did you mean 'decode'"),
-        (("--max-num-batched-tokens", "--max-num-batched-token"), [], "role.prefill.args: .*--max-num-batched-token"),
+        (
+            ("max_num_batched_tokens", "max_num_batched_token"),
+            [],
+            "role.prefill.max_num_batched_token is not a known key",
+        ),
         ((SPEC, SCALED), ["--cores=2"], "--cores is not simulated with .scale."),
         ((SPEC, f"{SCALED}[roll]\npause = true"), [], "a fleet that is paused is not scaled; leave out"),
         ((SPEC, f'{SCALED}[failure]\nstart = "4s"'), [], "failure.start = 4s: instances take 5 s to start"),
         ((SPEC, f'{SCALED}[engine]\nkind = "vllm"'), [], 'engine.kind = "vllm" is not simulated'),
         ((SPEC, SCALED.replace("max = 3", "")), [], "role.prefill needs max, or .scale. a budget"),
-        (("[engine]", '[engine]\nkind = "vllm"'), [], 'engine.kind = "vllm" is not simulated'),
+        (("[engine]", '[engine]\nkind = "vllm"'), [], "engine.kv_cache_memory is of kvferry's own engine"),
         (("count = 2", "count = 2048"), [], "the spec has 2049 instances; at most 2048 are simulated"),
-        (("count = 2", "count = 1100\nargs = ['--kv-cache-memory=250GiB']"), [], "blocks, .* use fewer instances"),
-        (("kv-cache-memory=256MiB", "kv-cache-memory=1000TiB"), [], "4194304 can be simulated: set a smaller --kv-ca"),
+        (("count = 2", "count = 1100\nkv_cache_memory = '250GiB'"), [], "blocks, .* use fewer instances"),
+        (("256MiB", "1000TiB"), [], "4194304 can be simulated: set a smaller --kv-ca"),
         (("[engine]", '[engine]\nconnector = ["NixlConnector"]'), [], "NixlConnector is not simulated"),
-        (("disaggregate-from=0", "tls-cert=cert.pem"), [], "TLS is not simulated: leave out --tls-cert"),
+        (('disaggregate_from = "0"', "tls_cert = 'cert.pem'"), [], "TLS is not simulated: leave out --tls-cert"),
         (
             ("[engine]", f"[engine]\nkv_transfer_config = '{P2P_OVER_TLS}'"),
             [],

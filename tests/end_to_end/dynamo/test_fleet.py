@@ -21,7 +21,8 @@ SPEC = """
 name = "dynamos"
 model = "{model}"
 mode = "pooling"
-args = ["--served-model-name=m", "--grace-s=5"]
+served_model_name = ["m"]
+grace_s = 5
 [engine]
 kind = "dynamo"
 python = "{python}"
@@ -34,7 +35,8 @@ max = 2
 [router]
 port = 0
 count = 1
-args = ["--disaggregate-from=0", "--health-timeout-s=10"]
+disaggregate_from = "0"
+health_timeout_s = 10
 [failure]
 backoff = ["100ms", "1s"]
 crash_loop = 100

@@ -15,7 +15,8 @@ SPEC = """
 name = "sglangs"
 model = "{model}"
 mode = "pooling"
-args = ["--served-model-name=m", "--grace-s=5"]
+served_model_name = ["m"]
+grace_s = 5
 [engine]
 kind = "sglang"
 python = "{python}"
@@ -32,7 +33,8 @@ can_be = ["prefill"]
 [router]
 port = 0
 count = 1
-args = ["--disaggregate-from=0", "--health-timeout-s=10"]
+disaggregate_from = "0"
+health_timeout_s = 10
 [failure]
 backoff = ["100ms", "1s"]
 crash_loop = 100

@@ -24,7 +24,8 @@ SPEC = """
 name = "vllms"
 model = "{model}"
 mode = "pooling"
-args = ["--served-model-name=m", "--grace-s=5"]
+served_model_name = ["m"]
+grace_s = 5
 [engine]
 kind = "vllm"
 connector = ["{connector}"]
@@ -38,7 +39,7 @@ can_be = ["prefill"]
 [router]
 port = 0
 count = 2
-args = ["--disaggregate-from=0"]
+disaggregate_from = "0"
 [failure]
 backoff = ["100ms", "1s"]
 drain = "30s"

@@ -10,13 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.cli.fleet_settings import FleetSettings, failing, fleet_of, fleet_token
 from kvferry.core.errors import ConfigError, UnknownName
+from kvferry.core.keys import fleet_token
+from kvferry.core.settings.model import encode
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
+from kvferry.fleet.processes.process_settings import InstanceProcess, RouterProcess
 from kvferry.fleet.processes.recipe import LocalRecipe
-from kvferry.fleet.spec.arguments import KEY_FIELDS, overridden, to_arguments, variable_name
+from kvferry.fleet.spec.fleet_settings import FleetSettings, failing, fleet_of
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec, ScaleSpec
+from kvferry.fleet.spec.keys import SECRETS, TypedKeys
 from kvferry.fleet.spec.restart import RestartPolicy
 from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.access import InstanceAccess
@@ -59,9 +62,13 @@ def processes(made: LocalRecipe) -> list[ProcessSpec]:
     return [made.instance(name, role, number, made.cores) for number, (name, role) in enumerate(names)]
 
 
+def settings_of(spec: ProcessSpec) -> InstanceProcess:
+    assert isinstance(spec.settings, InstanceProcess)
+    return spec.settings
+
+
 def transfer_of(spec: ProcessSpec) -> dict[str, object]:
-    assert not any("kv-transfer-config" in one for one in spec.command)
-    return json.loads(spec.environment["KVFERRY_KV_TRANSFER_CONFIG"])  # type: ignore[no-any-return]
+    return json.loads(settings_of(spec).instance.kv_transfer_config or "")  # type: ignore[no-any-return]
 
 
 def test_instances_are_on_loopback_with_ports_of_their_own_and_the_router_where_it_was_said(tmp_path: Path) -> None:
@@ -69,27 +76,30 @@ def test_instances_are_on_loopback_with_ports_of_their_own_and_the_router_where_
     found = processes(made)
     assert [spec.name for spec in found] == ["prefill-0", "prefill-1", "decode-0"]
     for spec in found:
-        assert spec.command[3:5] == (spec.name.split("-")[0], "m")
-        assert {"--host=127.0.0.1", "--port=0", "--grace-s=2.0", "--block-size=16"} <= set(spec.command)
-        assert [one for one in spec.command if "served" in one] == ["--served-model-name=a", "--served-model-name=b"]
+        assert spec.command[3:] == (spec.name.split("-")[0], "m")
+        settings = settings_of(spec)
+        assert settings.listen == Listen(host="127.0.0.1", port=0, grace_s=2.0)
+        assert settings.engine == EngineConfig(model="m", block_size=16)
+        assert settings.instance.served_model_name == ("a", "b")
         assert spec.forks
     assert list(made.addresses) == [("0.0.0.0", 9000)]
     router = made.router_member("router-0", RouterGroup(tmp_path, (7,)))
     assert router.descriptors == (7,)
-    assert {"--host=0.0.0.0", "--port=9000", "--hand-off=sequential", "--listener=7"} <= set(router.command)
-    assert not [one for one in router.command if "-url" in one]  # it is told later which instances there are
+    assert isinstance(router.settings, RouterProcess)
+    assert router.settings.listen == Listen(host="0.0.0.0", port=9000, grace_s=2.0)
+    assert (router.settings.router.hand_off, router.settings.listeners) == ("sequential", (7,))
+    assert not router.settings.router.decode_url  # it is told later which instances there are
 
 
 def test_a_first_port_gives_each_instance_one_of_its_own() -> None:
     made = recipe(prefill=2, spec=FleetSpec(prefill=2, decode=1, instance_ports=9100))
-    ports = [one for spec in processes(made) for one in spec.command if one.startswith("--port=")]
-    assert ports == ["--port=9100", "--port=9101", "--port=9102"]
+    assert [settings_of(spec).listen.port for spec in processes(made)] == [9100, 9101, 9102]
 
 
 def test_on_a_node_of_a_cluster_others_reach_an_instance_at_the_node_s_address() -> None:
     made = recipe(spec=FleetSpec(prefill=1, decode=1, backend="ray")).on_node("10.0.0.3")
     for spec in processes(made):
-        assert "--host=10.0.0.3" in spec.command
+        assert settings_of(spec).listen.host == "10.0.0.3"
         assert transfer_of(spec)["kv_ip"] == "10.0.0.3"
     (told,) = processes(replace(made, instances=InstanceSpec(kv_transfer_config=FIXED)))[:1]
     assert transfer_of(told)["kv_ip"] == "10.9.9.9"
@@ -103,12 +113,16 @@ def test_an_instance_that_can_change_its_role_does_both() -> None:
         model="m",
         mode="pooling",
         role={"prefill": RoleSpec(can_be=("decode",)), "decode": RoleSpec(args=("--seed=5",))},
+        keys=TypedKeys(role={"decode": {"dtype": "bfloat16"}}),
     )
     prefill, decode = processes(replace(made, fleet=fleet))
     assert prefill.command[3] == "serve"
     assert transfer_of(prefill)["kv_role"] == "kv_both"
     assert decode.command[3] == "decode"
-    assert ("--seed=5" in decode.command, "--seed=5" in prefill.command) == (True, False)
+    assert [(settings_of(spec).engine.seed, settings_of(spec).engine.dtype) for spec in (prefill, decode)] == [
+        (None, "auto"),
+        (5, "bfloat16"),
+    ]
 
 
 def test_the_secret_is_shared_and_not_an_argument(tmp_path: Path) -> None:
@@ -131,7 +145,9 @@ def test_a_router_of_a_fleet_is_told_its_instances_though_none_are_wanted_now(tm
     made = recipe()
     none = {role: msgspec.structs.replace(one, count=0) for role, one in made.fleet.role.items()}
     made = replace(made, fleet=msgspec.structs.replace(made.fleet, role=none))
-    assert "--declared" in made.router_member("router-0", RouterGroup(tmp_path, ())).command
+    settings = made.router_member("router-0", RouterGroup(tmp_path, ())).settings
+    assert isinstance(settings, RouterProcess)
+    assert settings.router.declared
 
 
 def test_routers_are_as_many_as_there_are_cores_for() -> None:
@@ -203,28 +219,6 @@ def test_errors_come_before_anything_is_started() -> None:
         Listen(port=70000)
 
 
-def test_arguments_leave_out_what_was_not_said() -> None:
-    arguments = to_arguments(EngineConfig(model="m", prefix_caching=False, seed=-1), without=("model",))
-    assert "--no-prefix-caching" in arguments
-    assert "--no-trust-remote-code" in arguments
-    assert "--seed=-1" in arguments
-    assert not any(one.startswith(("--model", "--num-threads")) for one in arguments)
-
-
-def test_what_others_say_too_is_said_once() -> None:
-    given = ["m", "--seed=1", "--dtype", "bfloat16", "--no-prefix-caching", "--name=a", "--name=b", "--port=0"]
-    assert overridden(given, ("--dtype=float32", "--prefix-caching", "--name=c")) == [
-        *("m", "--seed=1", "--port=0"),
-        *("--dtype=float32", "--prefix-caching", "--name=c"),
-    ]
-    assert overridden(["--max-num-seqs=4"], ("--max_num_seqs", "8")) == ["--max_num_seqs", "8"]
-    assert overridden(given, ()) == given
-
-
-def test_names_of_variables() -> None:
-    assert variable_name("max_num_seqs") == "KVFERRY_MAX_NUM_SEQS"
-
-
 @pytest.mark.parametrize(("itself", "cache"), [(2**40, None), (2**20, "100TiB")])
 def test_more_instances_than_the_machine_has_memory_for_are_refused(
     itself: int, cache: str | None, monkeypatch: pytest.MonkeyPatch
@@ -233,7 +227,7 @@ def test_more_instances_than_the_machine_has_memory_for_are_refused(
     settings, spec = EngineConfig(model="m", kv_cache_memory=cache, device="cpu"), FleetSpec(prefill=1, decode=64)
     with pytest.raises(ConfigError, match=r"65 instances take at least .* each: this machine has"):
         recipe(spec=spec, engine=settings)
-    recipe(spec=replace(spec, backend="ray"), engine=settings)
+    recipe(spec=msgspec.structs.replace(spec, backend="ray"), engine=settings)
 
 
 def test_no_secret_is_on_a_command_line(tmp_path: Path) -> None:
@@ -248,23 +242,27 @@ def test_no_secret_is_on_a_command_line(tmp_path: Path) -> None:
         instance_access=InstanceAccess(instance_api_key="the-secret"),
         token="the-secret of the deployment",
     )
-    secrets = {name for config in (HttpAccess, InstanceAccess) for name in vars(config()) if name.endswith("_key")}
-    assert secrets - {"tls_key"} == {*KEY_FIELDS}, "one that is passed on some other way"
+    secrets = {
+        name for config in (HttpAccess, InstanceAccess) for name in config.__struct_fields__ if name.endswith("_key")
+    }
+    assert secrets - {"tls_key"} == {*SECRETS}, "one that is passed on some other way"
     for spec in (*processes(made), made.router_member("router-0", RouterGroup(tmp_path, ()))):
         assert "the-secret" not in " ".join(spec.command)
-        assert "the-secret" in " ".join(spec.environment.values())
+        assert spec.settings is not None
+        assert b"the-secret" in encode(spec.settings)
+        assert "the-secret" not in repr(spec.settings) or spec.forks
 
 
-@pytest.mark.parametrize(("flag", "target"), [(None, "0.05"), (0.2, "0.2")])
+@pytest.mark.parametrize(("flag", "target"), [(None, 0.05), (0.2, 0.2)])
 def test_instances_of_a_fleet_with_targets_bound_their_steps_unless_a_flag_says_otherwise(
-    flag: float | None, target: str
+    flag: float | None, target: float
 ) -> None:
     made = recipe()
     made = replace(
         made,
         fleet=msgspec.structs.replace(made.fleet, scale=ScaleSpec(ttft="2s", itl="50ms")),
-        engine=replace(made.engine, itl_target_s=flag),
+        engine=msgspec.structs.replace(made.engine, itl_target_s=flag),
     )
     for spec in processes(made):
-        assert f"--itl-target-s={target}" in spec.command
-    assert not any("itl-target" in argument for spec in processes(recipe()) for argument in spec.command)
+        assert settings_of(spec).engine.itl_target_s == target
+    assert all(settings_of(spec).engine.itl_target_s is None for spec in processes(recipe()))

@@ -16,9 +16,9 @@ from fleet.processes.test_recipe import recipe
 from fleet.recording import RecordingDisplay
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.processes.recipe import TOKEN_VARIABLE
 from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec
+from kvferry.http.registrar import make_registrar
 from kvferry.http.server.config import HttpConfig
 from router.instances.test_membership import holds
 from router.peers import SECRET, routing

@@ -22,7 +22,7 @@ SPEC = """
 name = "foreign"
 model = "kvferry/tiny-python"
 mode = "pooling"
-args = ["--served-model-name=m"]
+served_model_name = ["m"]
 [engine]
 kind = "sglang"
 connector = ["nixl"]
@@ -35,7 +35,7 @@ count = 1
 [router]
 port = 0
 count = 1
-args = ["--disaggregate-from=0"]
+disaggregate_from = "0"
 """
 
 

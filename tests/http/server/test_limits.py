@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import fields
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.core.errors import ConfigError
@@ -21,7 +21,7 @@ from ..running import Handlers, limits, request, running, wire
 HALF = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\nhalf"
 
 
-@pytest.mark.parametrize("name", [one.name for one in fields(HttpLimits)])
+@pytest.mark.parametrize("name", [one.name for one in msgspec.structs.fields(HttpLimits)])
 def test_no_bound_is_zero(name: str) -> None:
     values: dict[str, Any] = {name: 0}
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):

@@ -14,13 +14,14 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from msgspec import structs
 
 from kvferry.core.errors import ConfigError, Unavailable
 from kvferry.core.keys import CHALLENGE_PATH, Signer, Verifier
 from kvferry.core.messages.registration import REGISTER_PATH, Registered
-from kvferry.engine.server import registrar as registrar_module
-from kvferry.engine.server.registrar import Registrar, RegistrarConfig, make_registrar
+from kvferry.http import registrar as registrar_module
 from kvferry.http.client.origin import Origin
+from kvferry.http.registrar import Registrar, RegistrarConfig, make_registrar
 from kvferry.http.server.config import HttpConfig
 from kvferry.router.app import Router
 from kvferry.router.config import RouterConfig
@@ -149,8 +150,8 @@ async def test_after_a_router_was_started_anew_its_instances_are_back() -> None:
         from kvferry.http.server.lifecycle import Lifecycle
         from kvferry.router.app import build_router
 
-        again = build_router(RouterConfig(registration=True, health_interval_s=3600), replace(HTTP, port=port))
-        server = HttpServer(again.routes(), replace(HTTP, port=port), Lifecycle("router"), again.guard)
+        again = build_router(RouterConfig(registration=True, health_interval_s=3600), structs.replace(HTTP, port=port))
+        server = HttpServer(again.routes(), structs.replace(HTTP, port=port), Lifecycle("router"), again.guard)
         async with again.running():
             serving = asyncio.create_task(server.run())
             await holds(lambda: urls(again) == [d.url])
@@ -274,7 +275,10 @@ async def test_forged_messages_are_refused() -> None:
 
 async def test_a_message_is_good_for_once_and_at_one_router() -> None:
     d = a_decode()
-    async with a_router(d) as (router, sender), routing([], [], replace(HTTP, name="b"), **SOON) as (_, other):
+    async with (
+        a_router(d) as (router, sender),
+        routing([], [], structs.replace(HTTP, name="b"), **SOON) as (_, other),
+    ):
         first = sender.message(d)
         headers = await signed(sender.url, "register", "POST", REGISTER_PATH, first)
         assert (await Sender(other).send(first, headers))[0] == 401
@@ -289,7 +293,7 @@ async def test_nothing_is_said_to_a_router_that_does_not_hold_the_token(caplog: 
     d, fake = a_decode(), Peer("decode", answer, facts=DECODE)
     async with (
         instances(d, fake),
-        routing([], [], replace(HTTP, secret="another token"), **SOON) as (router, url),
+        routing([], [], structs.replace(HTTP, secret="another token"), **SOON) as (router, url),
         registering(registrar(f"{url},{fake.url}", d)),
     ):
         await holds(lambda: caplog.text.count("nothing is sent to it") == 2)

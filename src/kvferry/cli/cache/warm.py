@@ -21,12 +21,12 @@ from kvferry.cli.cache.documents import Document, read_documents
 from kvferry.cli.cache.warming import Outcome, Server, find_instances, warm_all
 from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import FleetSettings
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
 from kvferry.core.process_exit import run_async
 from kvferry.core.settings.bounds import SECONDS
 from kvferry.engine.config import EngineConfig
+from kvferry.fleet.spec.fleet_settings import FleetSettings
 from kvferry.fleet.spec.kv_transfer import check_transfer
 from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.http_client import HttpClient

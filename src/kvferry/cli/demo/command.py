@@ -25,15 +25,16 @@ from kvferry.cli.common import LOG, LogFlags
 from kvferry.cli.demo.requests import DemoAnswer, DemoPrompt, Endpoint
 from kvferry.cli.demo.token_gaps import Characters, draw_stalls, measure_stalls, verdict
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import FleetSettings, fleet_of, fleet_token, local_recipe
-from kvferry.cli.serve import serve
 from kvferry.cli.terminal.display import open_display
 from kvferry.cli.terminal.summary import summary_of
 from kvferry.core.errors import KvferryError
+from kvferry.core.keys import fleet_token
 from kvferry.core.process_exit import run_async
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.display import Display
+from kvferry.fleet.processes.recipe import recipe_of
+from kvferry.fleet.spec.fleet_settings import FleetSettings, fleet_of
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, RoleSpec
 from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.http_client import HttpClient
@@ -97,7 +98,7 @@ async def _run(settings: FleetSettings, console: Console, keep: bool) -> int:
     watching = _Watching(open_display(settings.log, summary))
     DigestCache()  # as in `run_attended`
     forks = ForkServer()
-    make_recipe = partial(local_recipe, token=token, command=serve)
+    make_recipe = partial(recipe_of, token=token)
     split, plain = (
         AttendedFleet(fleet, make_recipe, display, token=token, grace_s=settings.listen.grace_s, fork_server=forks)
         for fleet, display in ((fleet_of("demo", settings), watching), (_plain(settings), _Beside(watching)))
@@ -126,7 +127,7 @@ async def _run(settings: FleetSettings, console: Console, keep: bool) -> int:
 
 def _plain(settings: FleetSettings) -> DesiredFleet:
     """One more instance of the model, which does both phases and moves no KV, on the cores of the others."""
-    alone = replace(settings, spec=FleetSpec(), listen=replace(settings.listen, port=0))
+    alone = replace(settings, spec=FleetSpec(), listen=msgspec.structs.replace(settings.listen, port=0))
     return msgspec.structs.replace(fleet_of("plain", alone), role={"both": RoleSpec()})
 
 

@@ -15,8 +15,6 @@ from cyclopts import Parameter
 
 from kvferry.cli import completion
 from kvferry.cli.attended import controlling, exit_now
-from kvferry.cli.fleet_settings import grace_of, local_recipe
-from kvferry.cli.serve import serve
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
@@ -30,6 +28,8 @@ from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_folder
 from kvferry.fleet.processes.exit_reason import ERROR_PREFIX
 from kvferry.fleet.processes.process import PROGRAM
+from kvferry.fleet.processes.recipe import recipe_of
+from kvferry.fleet.spec.fleet_settings import grace_of
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import TEXT, set_up_logging
@@ -66,7 +66,7 @@ async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, displ
     over, it starts again, and waits for the other one. `follows`: as in `Controller`."""
     fleet, display = ledger.desired_state().fleet, display or PlainDisplay()
     backend = make_backend(running_folder(ledger), fleet, display)
-    grace_s = grace_of(fleet, serve)
+    grace_s = grace_of(fleet)
 
     def on_signal(number: int) -> None:
         controller.end(Detached())
@@ -105,7 +105,7 @@ def make_backend(folder: Path, fleet: DesiredFleet, display: Display | None = No
     """The fleet's backend, not opened yet. Raises `ConfigError` if it cannot run the
     fleet."""
     token = _token()
-    make_recipe = partial(local_recipe, token=token, command=serve)
+    make_recipe = partial(recipe_of, token=token)
     context = BackendContext(folder, make_recipe, display or PlainDisplay(), token=token)
     backend = backend_class(fleet.backend.kind)(context)
     backend.use(fleet)

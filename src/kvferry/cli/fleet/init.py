@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import App, Parameter
 
-from kvferry.cli.flags import field_help
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.model import field_help
 from kvferry.fleet.spec.fleet_spec import (
     Backend,
     DesiredFleet,
@@ -37,7 +37,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "members": {"prefill": 1, "decode": 1},
 }
 """Values of keys that have no default, or the default that there is none."""
-_TABLES = ("engine", "role", "router", "unit", "roll", "failure", "backend", "scale")
+_TABLES = ("engine", "role", "router", "unit", "roll", "failure", "backend", "scale", "keys")
 _ELSEWHERE = ("kubernetes", "ray", "options")
 """Tables that only one kind of backend has; their pages describe them."""
 

@@ -19,7 +19,6 @@ from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
 from kvferry.cli.demo.requests import Endpoint
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import FleetSettings
 from kvferry.cli.planning.calibration import Calibration, InstanceLimits, PromptGenerator, facts_of
 from kvferry.cli.planning.simulate import SEED, progress
 from kvferry.cli.planning.store_times import measure_stores
@@ -29,7 +28,9 @@ from kvferry.core.keys import http_secret
 from kvferry.core.process_exit import run_async
 from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.files import require_writable
+from kvferry.core.settings.model import changed
 from kvferry.engine.config import EngineConfig
+from kvferry.fleet.spec.fleet_settings import FleetSettings
 from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.signed_client import SignedClient
@@ -187,7 +188,6 @@ async def _measured(
                 None if router is None else _cpu_of_routers(),
             )
             await calibration.measure(rounds)
-    default = EngineConfig(model=engine.model)
-    settings = {name: str(value) for name, value in vars(engine).items() if getattr(default, name) != value}
+    settings = {name: str(value) for name, value in changed(engine, without=("model",)).items()}
     day = datetime.fromtimestamp(SYSTEM_CLOCK.wall(), UTC).strftime("%Y-%m-%d")
     return calibration.times(facts.model_names[0] if router is None else engine.model, day, start_s, settings)

@@ -36,6 +36,7 @@ from kvferry.core.settings.files import require_writable
 from kvferry.core.settings.toml_file import to_toml
 from kvferry.core.settings.units import percent
 from kvferry.fleet.spec.fleet_spec import fleet_from
+from kvferry.fleet.spec.keys import ENGINE_KEYS, read_keys
 from kvferry.sim.kv_traffic import KVPlan, StoreUse, plan_kv, to_size
 from kvferry.sim.planner import Candidate, Planner, SearchResult, busiest
 from kvferry.sim.targets import parse_targets
@@ -157,17 +158,22 @@ def spec_of(
     """A deployment as a fleet's spec, with the settings of the engine that was measured. `path`: its file, after which
     it is named: applied, a fleet replaces the one of the same name."""
     store = {"kv_transfer_config": _with_store(candidate)} if candidate.store_bytes else {}
-    flags = [f"--{name.replace('_', '-')}={times.settings[name]}" for name in _KEPT if name in times.settings]
-    chunk = [f"--max-num-batched-tokens={candidate.chunk}"]
+    measured = {name: times.settings[name] for name in _KEPT if name in times.settings}
+    engine = {**read_keys("engine", measured, ENGINE_KEYS), **store}
+    router = candidate.router.values()
     counts = {"prefill": candidate.prefill, "decode": candidate.decode, "both": candidate.both}
     ranks = {} if times.tensor_parallel_size == 1 else {"tensor_parallel_size": times.tensor_parallel_size}
-    roles = {role: {"count": number, **ranks, "args": chunk} for role, number in counts.items() if number}
+    roles = {
+        role: {"count": number, **ranks, "max_num_batched_tokens": candidate.chunk}
+        for role, number in counts.items()
+        if number
+    }
     return {
         "name": "planned" if path is None else _name(path),
         "model": model or times.model,
         "mode": "pooling",
-        **({"engine": {**({"args": flags} if flags else {}), **store}} if flags or store else {}),
-        **({"router": {"args": candidate.router.flags()}} if candidate.router.flags() else {}),
+        **({"engine": engine} if engine else {}),
+        **({"router": router} if router else {}),
         "role": roles,
     }
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import connectors_json, engine_of_role, flags_of_fleet
-from kvferry.cli.serve import serve
 from kvferry.connectors.kv_store.settings import StoreSettings, store_url
 from kvferry.connectors.multi.settings import child_configs
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.model import changed
 from kvferry.core.settings.options import read_options
 from kvferry.core.settings.transfer_config import KVTransferConfig, parse_transfer_config, read_transfer_json
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
+from kvferry.fleet.spec.fleet_settings import connectors_json, engine_of_role, settings_of
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, Role, seconds
-from kvferry.http.server.config import HttpAccess
-from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.kv import SimLayout
 from kvferry.sim.network import NetworkSpec
@@ -56,26 +53,21 @@ def world_of(fleet: DesiredFleet, times: MachineTimes) -> WorldSpec:
     """The deployment that a spec describes, with these times. Raises `ConfigError` for settings that are not
     simulated."""
     _require_simulated(fleet, times)
-    settings = flags_of_fleet(fleet, serve)
-    if complete(HttpAccess, settings["access"]).tls_cert is not None:
+    settings = settings_of(fleet)
+    if settings.access.tls_cert is not None:
         raise ConfigError(_NO_TLS.format("--tls-cert"))
     counts = _counts(fleet)
     roles = [role for role, number in counts.items() if number or fleet.scale is not None]
     _require_few(sum(counts.values()))
-    specs = {role: _instance(fleet, engine_of_role(fleet, role, serve), times, role) for role in roles}
+    specs = {role: _instance(fleet, engine_of_role(fleet, role), times, role) for role in roles}
     num_blocks = sum(number * specs[role].num_blocks for role, number in counts.items() if number)
     if num_blocks > MAX_ALL_BLOCKS:
         raise ConfigError(
             f"the KV caches of all instances have {num_blocks} blocks, of which at most {MAX_ALL_BLOCKS} are simulated;"
             " use fewer instances, less --kv-cache-memory or a larger --block-size"
         )
-    router = complete(RouterConfig, settings["router"])
-    default = RouterConfig()
-    changed = {
-        field.name: getattr(router, field.name)
-        for field in fields(RouterConfig)
-        if field.name not in _NOT_SIMULATED and getattr(router, field.name) != getattr(default, field.name)
-    }
+    router = settings.router
+    different = {name: getattr(router, name) for name in changed(router, without=_NOT_SIMULATED)}
     transfer = times.transfer
     network = NetworkSpec(transfer.latency_s, transfer.peer_s, 0.0, transfer.bandwidth, late_share=0.0)
     return WorldSpec(
@@ -88,7 +80,7 @@ def world_of(fleet: DesiredFleet, times: MachineTimes) -> WorldSpec:
         by_role=specs,
         network=network,
         store=times.store,
-        router=changed,
+        router=different,
     )
 
 

@@ -1,7 +1,7 @@
-"""Bounds of numeric settings, written beside their type: `grace_s: SecondsOrZero = 30.0`.
+"""Bounds of numeric settings, written beside their type as msgspec's `Meta`: `grace_s: SecondsOrZero = 30.0`.
 
-A class of settings calls `check_bounds(self)` in its `__post_init__`; a test finds the numbers without bounds.
-Not-a-number is within no bounds, and infinity is above all of them: every wait ends.
+A test finds the numbers of settings without bounds. Not-a-number is within no bounds, and infinity is above all of
+them: every wait ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from kvferry.core.errors import ConfigError
 
@@ -49,24 +52,24 @@ class Bounds:
 
 
 SECONDS, SECONDS_OR_ZERO = Bounds(0, MAX_SECONDS, above=True), Bounds(0, MAX_SECONDS)
-COUNT, COUNT_OR_ZERO = Bounds(1, MAX_COUNT), Bounds(0, MAX_COUNT)
-PORT, PORT_OR_ANY = Bounds(1, PORTS), Bounds(0, PORTS)
+COUNT, PORT = Bounds(1, MAX_COUNT), Bounds(1, PORTS)
 _ANY = Bounds(-MAX_BYTES, MAX_BYTES)
 
-Seconds = Annotated[float, SECONDS]
-SecondsOrZero = Annotated[float, SECONDS_OR_ZERO]
-Count = Annotated[int, COUNT]
-CountOrZero = Annotated[int, COUNT_OR_ZERO]
-RateOrZero = Annotated[float, Bounds(0, 1e12)]
-Port = Annotated[int, PORT]
-PortOrAny = Annotated[int, PORT_OR_ANY]
-Bytes = Annotated[int, Bounds(1, MAX_BYTES)]
-Seed = Annotated[int, Bounds(-(2**63), 2**64 - 1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
+SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+RateOrZero = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=PORTS)]
+PortOrAny = Annotated[int, msgspec.Meta(ge=0, le=PORTS)]
+Bytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES - 1)]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), extra={"max": 2**64 - 1})]
+"""`max`: msgspec's own bounds have 63 bits."""
 
 
 def check_bounds(config: Any) -> None:
-    """Raise `ConfigError` that names the flag of the first field of a dataclass whose number is not within the bounds
-    of its annotation. Every item of a tuple must be within them; None is within all bounds."""
+    """Raise `ConfigError` that names the flag of the first field of a class whose number is not within the bounds of
+    its annotation. Every item of a tuple must be within them; None is within all bounds."""
     kind: Any = type(config)
     for name, bounds in bounds_of(kind).items():
         value = getattr(config, name)
@@ -90,9 +93,23 @@ def require_number(what: str, value: object) -> None:
 
 def _within(hint: Any) -> Iterator[Bounds]:
     if get_origin(hint) is Annotated:
-        yield from (bounds for bounds in get_args(hint)[1:] if isinstance(bounds, Bounds))
+        yield from (
+            _from_meta(meta) for meta in get_args(hint)[1:] if isinstance(meta, msgspec.Meta) and _is_bound(meta)
+        )
     for part in get_args(hint):
         yield from _within(part)
+
+
+def _is_bound(meta: msgspec.Meta) -> bool:
+    return any(bound is not None for bound in (meta.gt, meta.ge, meta.lt, meta.le))
+
+
+def _from_meta(meta: msgspec.Meta) -> Bounds:
+    """The bounds in an annotation; no setting has an upper bound that is excluded."""
+    above = meta.gt is not None
+    min_value = meta.gt if above else meta.ge
+    max_value = (meta.extra or {}).get("max", meta.le)
+    return Bounds(-inf if min_value is None else min_value, inf if max_value is None else max_value, above=above)
 
 
 def _short(value: float) -> str:

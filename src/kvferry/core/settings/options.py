@@ -16,6 +16,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import require_number
+from kvferry.core.settings.model import decode_hook
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
@@ -48,7 +49,7 @@ def _fields(kind: type[msgspec.Struct]) -> Mapping[str, msgspec.structs.FieldInf
 def read_value(where: str, value: Any, value_type: Any) -> Any:
     """A value of the type `value_type`. Raises `ConfigError` that begins with `where`."""
     try:
-        converted = msgspec.convert(value, value_type, strict=False)
+        converted = msgspec.convert(value, value_type, strict=False, dec_hook=decode_hook)
     except (msgspec.ValidationError, OverflowError, UnicodeError) as error:
         if (unknown := _unknown_choice(where, value, value_type)) is not None:
             raise ConfigError(unknown) from error

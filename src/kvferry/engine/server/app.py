@@ -11,8 +11,8 @@ from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.endpoint import chat_route, completions_route
 from kvferry.engine.server.engine_protocol import EngineClient
 from kvferry.engine.server.other_paths import explain_path
-from kvferry.engine.server.registrar import RegisteredServer, RegistrarConfig
 from kvferry.engine.server.utility_routes import UtilityRoutes
+from kvferry.http.registrar import RegisteredServer, RegistrarConfig
 from kvferry.http.server.http_server import HttpServer, OnListening, signals_end
 from kvferry.http.server.routes import Route, Routes
 

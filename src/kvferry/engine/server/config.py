@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvferry.core.settings.bounds import Count
 from kvferry.http.server.config import HttpConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig(HttpConfig):
+class ServerConfig(HttpConfig, frozen=True, kw_only=True):
     """Address, limits and shutdown of the server."""
 
     max_choices: Count = 128

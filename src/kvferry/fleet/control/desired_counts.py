@@ -23,6 +23,7 @@ from kvferry.fleet.scaling.scaler import RECENT_S, FleetSnapshot, ScalingDecisio
 from kvferry.fleet.scaling.scaling_rules import DECODE, NOTHING, PREFILL, Counts, ScalingRules
 from kvferry.fleet.scaling.traffic import DecodeCapacity
 from kvferry.fleet.scaling.traffic_meter import TrafficMeter
+from kvferry.fleet.spec.fleet_settings import router_keys
 from kvferry.fleet.spec.fleet_spec import MOST, DesiredFleet, MemberRole, RoleSpec, ScaleSpec, seconds
 
 logger = logging.getLogger(__name__)
@@ -245,9 +246,7 @@ def rules_of(fleet: DesiredFleet, scale: ScaleSpec) -> ScalingRules:
 def _may_aggregate(fleet: DesiredFleet) -> bool:
     """True if routers decide which prompts decode instances compute. They do not with a threshold of their own, which
     no controller changes, nor with SGLang, whose servers refuse to."""
-    arguments = (*fleet.router.args, *fleet.args)
-    is_fixed = any(argument.replace("_", "-").startswith("--disaggregate-from") for argument in arguments)
-    return not is_fixed and fleet.engine.kind != "sglang"
+    return "disaggregate_from" not in router_keys(fleet) and fleet.engine.kind != "sglang"
 
 
 def max_instances(role: RoleSpec, scale: ScaleSpec) -> int:

@@ -9,23 +9,25 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.registration import Role as RegistrationRole
 from kvferry.core.settings import environment
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.processes.cpu import Cores, thread_variables
-from kvferry.fleet.processes.process import PROGRAM, ProcessSpec
+from kvferry.fleet.processes.process import MEMBER, ProcessSpec
+from kvferry.fleet.processes.process_settings import InstanceProcess, with_values
 from kvferry.fleet.processes.sglang import check_sglang, sglang_server
 from kvferry.fleet.processes.vllm.instances import InstancePlace, VllmInstances
 from kvferry.fleet.processes.vllm.ports import free_ports
 from kvferry.fleet.processes.vllm.resources import device_variables
-from kvferry.fleet.spec.arguments import overridden, to_arguments, variable_name
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, Role, RoleSpec
 from kvferry.fleet.spec.kv_transfer import DEFAULT, InstanceRole, transfer_for_member
 from kvferry.fleet.spec.settings import InstanceSpec, Listen
+from kvferry.http.registrar import make_registrar
 from kvferry.http.server.config import HttpAccess
 from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
 
@@ -38,7 +40,8 @@ _VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 @dataclass(frozen=True, kw_only=True)
 class InstancePlacement:
     """One instance to start. `number`: unique among the members. `started_as`: `role`, or both if it can change.
-    `settings`: of its role. `devices`: variables of the devices that a cluster's scheduler gave it."""
+    `settings`: of its role; `keys`: those of kvferry's own settings in it. `devices`: variables of the devices that a
+    cluster's scheduler gave it."""
 
     name: str
     role: Role
@@ -48,6 +51,7 @@ class InstancePlacement:
     num_threads: int
     listen: Listen
     settings: RoleSpec
+    keys: Mapping[str, Any] = field(default_factory=dict)
     devices: Mapping[str, str] = field(default_factory=dict)
     node: str = ""
     """Address of its node of a cluster; empty: this machine."""
@@ -113,32 +117,32 @@ class OwnEngine:
         """Does nothing: `EngineConfig` has checked its settings."""
 
     def process(self, placement: InstancePlacement) -> ProcessSpec:
-        """`kvferry serve`, `prefill` or `decode`."""
-        shared, role, settings = self.shared, placement.settings, self.engine
-        secrets = {TOKEN_VARIABLE: shared.token}
-        if shared.hands_off or shared.instances.kv_transfer_config:
+        """An instance with the settings of its role."""
+        shared, role, settings, keys = self.shared, placement.settings, self.engine, dict(placement.keys)
+        text = keys.pop("kv_transfer_config", None) or shared.instances.kv_transfer_config
+        if text or shared.hands_off or placement.started_as != "both":
             text = transfer_for_member(
-                shared.instances.kv_transfer_config or DEFAULT,
-                placement.started_as,
-                placement.name,
-                placement.number,
-                placement.node,
+                text or DEFAULT, placement.started_as, placement.name, placement.number, placement.node
             )
-            secrets[variable_name("kv_transfer_config")] = text  # the URLs of stores in it may have passwords
         if role.tensor_parallel_size > 1:
-            settings = replace(settings, tensor_parallel_size=role.tensor_parallel_size)
-        arguments = (
-            *to_arguments(settings, without=("model",)),
-            *to_arguments(shared.instances, without=("kv_transfer_config",)),
-            *to_arguments(placement.listen),
-            *to_arguments(HttpAccess(tls_ca=shared.tls_ca)),
-            *to_arguments(shared.log),
+            settings = msgspec.structs.replace(settings, tensor_parallel_size=role.tensor_parallel_size)
+        process = InstanceProcess(
+            role=placement.started_as,
+            engine=settings,
+            instance=msgspec.structs.replace(shared.instances, kv_transfer_config=text),
+            listen=placement.listen,
+            log=shared.log,
+            access=HttpAccess(tls_ca=shared.tls_ca),
         )
-        command = "serve" if placement.started_as == "both" else placement.started_as
         return ProcessSpec(
             name=placement.name,
-            command=(*PROGRAM, command, settings.model, *overridden(arguments, role.args)),
-            environment={**thread_variables(placement.num_threads), **secrets, INSTANCE_VARIABLE: placement.name},
+            command=(*MEMBER, *process.title),
+            settings=with_values(process, keys),
+            environment={
+                **thread_variables(placement.num_threads),
+                TOKEN_VARIABLE: shared.token,
+                INSTANCE_VARIABLE: placement.name,
+            },
             hidden=shared.hidden,
             forks=True,
         )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.fleet.processes.exit_cause import ExitCause
 
 EXIT_USER_ERROR = 2
@@ -12,6 +16,25 @@ EXIT_USER_ERROR = 2
 ERROR_PREFIX = "kvferry: error: "
 """How the line begins in which a process reports wrong settings."""
 _MAX_LINES = 20
+
+
+def exit_code_of(run: Callable[[], int]) -> int:
+    """The exit code of a process that runs this, at its edge: a known error is one line on standard error."""
+    try:
+        return run()
+    except (ConfigError, UnsupportedModel) as error:
+        return report_error(str(error), EXIT_USER_ERROR)
+    except KvferryError as error:
+        return report_error(str(error), 1)
+    except KeyboardInterrupt:
+        warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that cannot be awaited any more
+        return 130
+
+
+def report_error(text: str, code: int) -> int:
+    """Write an error as one line on standard error; returns `code`."""
+    sys.stderr.write(f"{ERROR_PREFIX}{' '.join(text.split()).rstrip('.')}\n")
+    return code
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvferry.engine.server.registrar import RegistrarConfig
-from kvferry.fleet.processes.ready import StartProgress
+from kvferry.fleet.processes.process_settings import ProcessSettings, handed_over
+from kvferry.fleet.processes.ready import READY_FLAG, StartProgress
+from kvferry.http.registrar import RegistrarConfig
 
 _LONGEST_FOLDER = 64
 """Bytes of a folder's name that leave room for those of sockets, of 107 in all."""
 PROGRAM = (sys.executable, "-m", "kvferry.cli.main")
+"""The command line, for a process that does what a command does."""
+MEMBER = (sys.executable, "-m", "kvferry.fleet.processes.member_main")
+"""A process of kvferry's that is started with its settings; what follows is its title."""
+SETTINGS_FLAG = "--settings-fd"
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,16 @@ class ExternalServer:
 class ProcessSpec:
     """What to run. `environment` is added to the backend's own, without `hidden`.
 
-    `foreign`: set for a program that is not kvferry's; its children may outlive it. `forks`: it is `PROGRAM` with
-    arguments and imports what every instance imports, so it may be forked. `registrar`: routers at which the backend
+    `settings`: those of a process of kvferry's, which are handed over when it is started (`started_with`). `foreign`:
+    set for a program that is not kvferry's; its children may outlive it. `forks`: it has `settings` and imports what
+    every instance imports, so it may be forked. `registrar`: routers at which the backend
     registers it, if it does not do so itself. `descriptors`: files that it inherits. `bootstrap_port`: that of its
     Mooncake bootstrap server.
     """
 
     name: str
     command: tuple[str, ...]
+    settings: ProcessSettings | None = field(default=None, kw_only=True)
     environment: Mapping[str, str] = field(default_factory=dict)
     hidden: frozenset[str] = frozenset()
     foreign: ExternalServer | None = None
@@ -54,6 +62,21 @@ class ProcessSpec:
     forks: bool = False
     descriptors: tuple[int, ...] = ()
     bootstrap_port: int | None = None
+
+    @contextmanager
+    def started_with(self, messages: int) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
+        """The command line that starts it now, and the descriptors that the process must inherit under their numbers.
+        `messages`: one that takes its start messages. Raises `OSError`."""
+        if self.foreign is not None:
+            yield self.command, self.descriptors
+            return
+        ready = (READY_FLAG, str(messages))
+        if self.settings is None:
+            yield (*self.command, *ready), (messages, *self.descriptors)
+            return
+        with handed_over(self.settings) as settings:
+            command = (*self.command, SETTINGS_FLAG, str(settings), *ready)
+            yield command, (settings, messages, *self.descriptors)
 
     def full_environment(self, folder: Path | None = None) -> dict[str, str]:
         """The child's environment. Output is unbuffered, so that the last line before a crash is seen. `folder`: the

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+
+import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token
 from kvferry.core.machine import num_cpus, require_memory, usable_cores
+from kvferry.core.settings.flags import flag_name
 from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.processes.cpu import Cores, num_threads, parse_cores, plan_cores
 from kvferry.fleet.processes.engines import (
     TOKEN_VARIABLE,
@@ -28,10 +30,12 @@ from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
 from kvferry.fleet.processes.routers import RouterPlan
 from kvferry.fleet.processes.vllm.instances import VllmInstances
 from kvferry.fleet.processes.vllm.resources import DEVICES
-from kvferry.fleet.spec.arguments import flag_name
+from kvferry.fleet.spec.fleet_settings import role_keys, settings_of
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec
 from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.variables import flag_variables
 from kvferry.http.client.access import InstanceAccess
+from kvferry.http.registrar import make_registrar
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import TEXT, LogConfig
@@ -150,7 +154,7 @@ class LocalRecipe:
         settings = self.fleet.role.get(role, RoleSpec())
         listen = self.listen
         if self.num_routers:
-            listen = replace(listen, host=self.node or LOOPBACK, port=self.spec.instance_port(number))
+            listen = msgspec.structs.replace(listen, host=self.node or LOOPBACK, port=self.spec.instance_port(number))
         placement = InstancePlacement(
             name=name,
             role=role,
@@ -160,6 +164,7 @@ class LocalRecipe:
             num_threads=self._num_threads(cores),
             listen=listen,
             settings=settings,
+            keys=role_keys(self.fleet, role),
             devices={DEVICES: os.environ[DEVICES]} if self.node and DEVICES in os.environ else {},
             node=self.node,
         )
@@ -190,7 +195,7 @@ class LocalRecipe:
             return VllmEngine(shared, servers)
         settings = self.engine
         if settings.itl_target_s is None:
-            settings = replace(settings, itl_target_s=self.fleet.itl_target_s)
+            settings = msgspec.structs.replace(settings, itl_target_s=self.fleet.itl_target_s)
         return OwnEngine(shared, settings)
 
     @property
@@ -199,7 +204,7 @@ class LocalRecipe:
 
     @cached_property
     def _routers(self) -> RouterPlan:
-        config = replace(self.router, workers=self.num_routers, declared=self._has_instances)
+        config = msgspec.structs.replace(self.router, workers=self.num_routers, declared=self._has_instances)
         return RouterPlan(
             router=config,
             listen=self.listen,
@@ -213,9 +218,32 @@ class LocalRecipe:
         )
 
 
+def recipe_of(fleet: DesiredFleet, token: str) -> LocalRecipe:
+    """The recipe of a fleet on this machine. `token`: the secret of its processes. Raises `ConfigError` that names the
+    table with the error."""
+    settings = settings_of(fleet)
+    recipe = LocalRecipe(
+        fleet=fleet,
+        engine=settings.engine,
+        spec=settings.spec,
+        instances=settings.instance,
+        router=settings.router,
+        listen=settings.listen,
+        choice=settings.choice,
+        log=settings.log,
+        access=settings.access,
+        limits=settings.limits,
+        instance_access=settings.instance_access,
+        token=token,
+        hidden=flag_variables(),
+    )
+    recipe.check()
+    return recipe
+
+
 def require_defaults(access: HttpAccess, limits: HttpLimits) -> None:
     """Raise `ConfigError` for HTTP settings that the processes would ignore."""
     for given, default in ((access, OPEN), (limits, LIMITS)):
-        for one in fields(given):
-            if one.name != "tls_ca" and getattr(given, one.name) != getattr(default, one.name):
-                raise ConfigError(f"{flag_name(one.name)} is for kvferry's own servers, not for this command yet")
+        for name in given.__struct_fields__:
+            if name != "tls_ca" and getattr(given, name) != getattr(default, name):
+                raise ConfigError(f"{flag_name(name)} is for kvferry's own servers, not for this command yet")

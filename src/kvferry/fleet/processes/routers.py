@@ -8,13 +8,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import msgspec
+
+from kvferry.core.settings.model import Settings
 from kvferry.fleet.processes.cpu import thread_variables
-from kvferry.fleet.processes.process import PROGRAM, ProcessSpec, RouterGroup
-from kvferry.fleet.spec.arguments import KEY_FIELDS, to_arguments, variable_name
+from kvferry.fleet.processes.process import MEMBER, ProcessSpec, RouterGroup
+from kvferry.fleet.processes.process_settings import RouterProcess
 from kvferry.fleet.spec.settings import Listen
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
@@ -22,10 +25,9 @@ from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
 from kvferry.router.config import RouterConfig
 
-GROUP_FLAG, LISTENER_FLAG = "--group", "--listener"
 _FOLLOWED = "instances_file"
 
-Settings = TypeVar("Settings")
+Kind = TypeVar("Kind", bound=Settings)
 
 
 @dataclass(frozen=True)
@@ -54,49 +56,38 @@ class RouterPlan:
         started again would know other keys than the next."""
         copies = group.folder / f"files-{revision}"
         copies.mkdir(mode=0o700, exist_ok=True)
-        router = _copied(self.router, copies)
-        keys = [_copied(one, copies) for one in (self.access, self.instance_access)]
-        configs = (router, self.listen, *keys, self.limits, self.log)
-        command = (
-            *PROGRAM,
-            "router",
-            *(argument for config in configs for argument in to_arguments(config, without=KEY_FIELDS)),
-            f"{GROUP_FLAG}={group.folder}",
-            *(f"{LISTENER_FLAG}={one}" for one in group.listeners),
+        settings = RouterProcess(
+            router=_copied(self.router, copies),
+            listen=self.listen,
+            log=self.log,
+            access=_copied(self.access, copies),
+            limits=self.limits,
+            instance_access=_copied(self.instance_access, copies),
+            group=group.folder,
+            listeners=group.listeners,
         )
         return ProcessSpec(
             name=name,
-            command=command,
-            environment={
-                **self.environment,
-                **thread_variables(self.num_threads),
-                **self._secrets(),
-                INSTANCE_VARIABLE: name,
-            },
+            command=(*MEMBER, *settings.title),
+            settings=settings,
+            environment={**self.environment, **thread_variables(self.num_threads), INSTANCE_VARIABLE: name},
             hidden=self.hidden,
             descriptors=group.listeners,
         )
 
-    def _secrets(self) -> dict[str, str]:
-        said: dict[str, Any] = {**vars(self.access), **vars(self.instance_access)}
-        values = {name: said[name] for name in KEY_FIELDS if said[name]}
-        return {
-            variable_name(name): value if isinstance(value, str) else " ".join(value) for name, value in values.items()
-        }
 
-
-def _copied(config: Settings, folder: Path) -> Settings:
+def _copied(config: Kind, folder: Path) -> Kind:
     """The same settings, with copies of their files; one that cannot be read is left to whoever reports its name."""
     changed = {}
-    for one in fields(config):  # type: ignore[arg-type]
-        path = getattr(config, one.name)
-        if isinstance(path, Path) and one.name != _FOLLOWED:
-            copy = folder / f"{one.name}{path.suffix}"
+    for name in config.__struct_fields__:
+        path = getattr(config, name)
+        if isinstance(path, Path) and name != _FOLLOWED:
+            copy = folder / f"{name}{path.suffix}"
             with suppress(OSError):
                 if not copy.exists():
                     draft = copy.with_name(f"{copy.name}.new")
                     draft.touch(mode=0o600)
                     shutil.copyfile(path, draft)
                     draft.rename(copy)
-                changed[one.name] = copy
-    return replace(config, **changed)  # type: ignore[type-var]
+                changed[name] = copy
+    return msgspec.structs.replace(config, **changed)

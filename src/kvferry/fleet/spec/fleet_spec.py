@@ -9,25 +9,41 @@ fleet with another one is *rolled*, one with other numbers is *scaled*.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import ExtensionPoint
+from kvferry.core.settings.flags import flag_of
 from kvferry.core.settings.options import read_options, read_value, unknown_key
 from kvferry.core.settings.toml_file import read_toml
 from kvferry.core.settings.transfer_config import names_password
 from kvferry.fleet.spec.arguments import VLLM_KEY_VARIABLE, own_key_flag, vllm_key_flag
+from kvferry.fleet.spec.keys import (
+    ENGINE_KEYS,
+    FLEET_KEYS,
+    ROLE_KEYS,
+    ROUTER_KEYS,
+    SECRETS,
+    KeyTable,
+    TypedKeys,
+    read_keys,
+)
 from kvferry.fleet.spec.kubernetes_spec import KubernetesSpec, read_kubernetes
 from kvferry.fleet.spec.ray_spec import ActorRole, ActorSpec, read_ray
 
+logger = logging.getLogger(__name__)
+
 Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = get_args(Role)
+
+Table = TypeVar("Table", bound=msgspec.Struct)
 
 MemberRole = Literal["prefill", "decode", "both", "router"]
 """What a process of the fleet is for."""
@@ -254,6 +270,8 @@ class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     failure: FailureSpec = FailureSpec()
     backend: Backend = Backend()
     scale: ScaleSpec | None = None
+    keys: TypedKeys = TypedKeys()
+    """The keys of kvferry's own settings, from any table."""
     stamp: str = ""
     """Another text makes another revision: `kvferry fleet roll` sets it, to replace everything by the same again."""
 
@@ -265,6 +283,8 @@ class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
         members = None if self.unit is None else dict(sorted(self.unit.members.items()))
         told = [self.model, self.mode, self.engine, self.args, fixed, members, self.stamp]
+        if self.keys.fleet or self.keys.engine or any(self.keys.role.values()):
+            told.append((self.keys.fleet, self.keys.engine, self.keys.role))
         told += self.backend.fixed(set(self.role) if self.unit is None else set(self.unit.members))
         return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()[:8]
 
@@ -287,6 +307,7 @@ class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         router = self.router
         number = num_routers if router.count is None else router.count
         told = (f"--host={router.host}", f"--port={router.port}", *router.args, *self.args)
+        keys = {**self.keys.fleet, **self.keys.router}
         return DesiredFleet(
             name=self.name,
             model=self.name,
@@ -295,6 +316,7 @@ class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             roll=self.roll,
             failure=self.failure,
             backend=self.backend,
+            keys=TypedKeys(role={"router": keys} if keys else {}),
             stamp=self.stamp,
         )
 
@@ -303,9 +325,28 @@ def read_fleet(path: Path) -> DesiredFleet:
     """The fleet in a TOML file. Raises `ConfigError`: one line with the file, the key and what is wrong with it."""
     given = read_toml(path)
     try:
-        return fleet_from(given)
+        fleet = fleet_from(given)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    _warn_of_arguments(path, fleet)
+    return fleet
+
+
+def _warn_of_arguments(path: Path, fleet: DesiredFleet) -> None:
+    """Warn of flags of kvferry's own processes in `args`, which still are read."""
+    own = {"router": fleet.router.args, "": fleet.args}
+    if fleet.engine.kind == "kvferry":
+        own |= {"engine": fleet.engine.args, **{f"role.{name}": role.args for name, role in fleet.role.items()}}
+    for where, arguments in own.items():
+        if arguments:
+            table = f"[{where}]" if where else "the spec"
+            logger.warning(
+                "%s: args of %s are flags of kvferry's own processes, which is deprecated; write them as keys, such as"
+                " %s = ...",
+                path,
+                table,
+                flag_of(arguments[0]).removeprefix("--").replace("-", "_"),
+            )
 
 
 _TABLES: dict[str, type[msgspec.Struct]] = {
@@ -320,16 +361,21 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
 
 def fleet_from(given: Mapping[str, Any]) -> DesiredFleet:
     """The fleet of these tables. Raises `ConfigError` that names the key, and the nearest one that exists."""
-    known = {one.encode_name: one for one in msgspec.structs.fields(DesiredFleet)}
-    values: dict[str, Any] = {}
+    known = {one.encode_name: one for one in msgspec.structs.fields(DesiredFleet) if one.name != "keys"}
+    keys = _keys(given)
+    values: dict[str, Any] = {"keys": keys}
     for key, value in given.items():
+        if key in keys.fleet:
+            continue
         if key not in known:
-            raise ConfigError(unknown_key(key, key, known))
+            raise ConfigError(unknown_key(key, key, [*known, *FLEET_KEYS.fields()]))
         if key == "role":
             values[key] = {
-                _role(name): read_options(RoleSpec, _table(f"role.{name}", one), f"role.{name}")
-                for name, one in _table("role", value).items()
+                _role(name): _read(RoleSpec, f"role.{name}", _table(f"role.{name}", table), ROLE_KEYS)
+                for name, table in _table("role", value).items()
             }
+        elif key in ("engine", "router"):
+            values[key] = _read(_TABLES[key], key, _table(key, value), ENGINE_KEYS if key == "engine" else ROUTER_KEYS)
         elif key == "backend":
             values[key] = _backend(_table(key, value))
         elif key in _TABLES:
@@ -342,6 +388,43 @@ def fleet_from(given: Mapping[str, Any]) -> DesiredFleet:
     fleet = check_fleet(DesiredFleet(**values))
     _require_no_keys(fleet)
     return fleet
+
+
+def _keys(given: Mapping[str, Any]) -> TypedKeys:
+    """The keys of kvferry's own settings in a spec's tables. Raises `ConfigError`."""
+    roles = _table("role", given.get("role", {}))
+    tables = {key: _table(key, given.get(key, {})) for key in ("engine", "router")}
+    keys = TypedKeys(
+        fleet=read_keys("", given, FLEET_KEYS),
+        engine=read_keys("engine", tables["engine"], ENGINE_KEYS),
+        router=read_keys("router", tables["router"], ROUTER_KEYS),
+        role={
+            role: values
+            for role, table in roles.items()
+            if (values := read_keys(f"role.{role}", _table(f"role.{role}", table), ROLE_KEYS))
+        },
+    )
+    kind = tables["engine"].get("kind", "kvferry")
+    if kind != "kvferry":
+        own = {"engine": keys.engine, **{f"role.{role}": values for role, values in keys.role.items()}}
+        for where, values in own.items():
+            for name in values:
+                raise ConfigError(f"{where}.{name} is of kvferry's own engine; flags of {kind} go into {where}.args")
+    return keys
+
+
+def _read(kind: type[Table], where: str, table: Mapping[str, Any], keys: KeyTable) -> Table:
+    """A table without the keys of kvferry's own settings. Raises `ConfigError` that names the key."""
+    settings = keys.fields()
+    for key in table:
+        if key in SECRETS:
+            raise ConfigError(
+                f"{where}.{key} is a secret, and a spec is none: name a file in {key}_file, or in Kubernetes a Secret"
+                " in backend.kubernetes.pod.ROLE.secrets"
+            )
+        if key not in settings and key not in kind.__struct_fields__:
+            raise ConfigError(unknown_key(f"{where}.{key}", key, [*kind.__struct_fields__, *settings]))
+    return read_options(kind, {key: value for key, value in table.items() if key not in settings}, where)
 
 
 def _require_no_keys(fleet: DesiredFleet) -> None:
@@ -360,6 +443,8 @@ def _require_no_keys(fleet: DesiredFleet) -> None:
                 " Secret in backend.kubernetes.pod.ROLE.secrets"
             )
     told = {"engine.kv_transfer_config": (fleet.engine.kv_transfer_config,), **tables, **of_ours}
+    for where, values in fleet.keys.tables().items():
+        told[where or "the spec"] = tuple(value for value in values.values() if isinstance(value, str))
     for where, texts in told.items():
         if any(map(names_password, texts)):
             raise ConfigError(

@@ -10,8 +10,9 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.environment import AUTH_TOKEN
+from kvferry.core.settings.flags import variable_name
 from kvferry.core.settings.options import read_options, unknown_key
-from kvferry.fleet.spec.arguments import KEY_FIELDS, variable_name
+from kvferry.fleet.spec.keys import SECRETS
 
 PodRole = Literal["prefill", "decode", "both", "router", "controller"]
 POD_ROLES: tuple[PodRole, ...] = ("prefill", "decode", "both", "router", "controller")
@@ -46,16 +47,20 @@ SecretKey = Annotated[
 ]
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _SET_FOR_EACH = (AUTH_TOKEN, "POD_IP")
-_KEY_VARIABLES = frozenset(map(variable_name, KEY_FIELDS))
+_KEY_VARIABLES = frozenset(map(variable_name, SECRETS))
 
 
 class Toleration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A taint of nodes that pods accept, as in a pod's `tolerations`."""
 
     key: str | None = None
+    """Key of the taint. Default: all taints."""
     operator: Literal["Exists", "Equal"] | None = None
+    """Comparison with the taint's value. Default: Equal."""
     value: str | None = None
+    """Value of the taint, with Equal."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint. Default: all effects."""
 
 
 class PodSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

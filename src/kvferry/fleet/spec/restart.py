@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from kvferry.core.settings.bounds import CountOrZero, Seconds, SecondsOrZero
+from kvferry.core.settings.model import Settings
 
-from kvferry.core.settings.bounds import CountOrZero, Seconds, SecondsOrZero, check_bounds
 
-
-@dataclass(frozen=True, kw_only=True)
-class RestartPolicy:
+class RestartPolicy(Settings, frozen=True, kw_only=True):
     """What happens when processes exit or hang although nobody has stopped them."""
 
     max_restarts: CountOrZero = 5
@@ -23,6 +21,3 @@ class RestartPolicy:
     start_timeout_s: Seconds = 600.0
     """Seconds that an instance or the router may take until it serves, before it is ended and started again: for large
     models, slow disks and busy machines. `start` in [failure] of a fleet's spec."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.bounds import CountOrZero, Port, PortOrAny, SecondsOrZero, check_bounds
+from kvferry.core.settings.bounds import CountOrZero, Port, PortOrAny, SecondsOrZero
+from kvferry.core.settings.model import Settings
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listen:
+class Listen(Settings, frozen=True, kw_only=True):
     """Where a process answers HTTP, and how it stops."""
 
     host: str = "127.0.0.1"
@@ -23,12 +22,8 @@ class Listen:
     """Seconds that running requests have to finish when the process is stopped (SIGTERM, Ctrl-C); a second Ctrl-C ends
     them at once. A deployment of several processes ends in stages (router, instances), each of which has this time."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
-
-@dataclass(frozen=True, kw_only=True)
-class EngineChoice:
+class EngineChoice(Settings, frozen=True, kw_only=True):
     """Which engine runs the model."""
 
     engine: Literal["kvferry", "vllm", "sglang"] = "kvferry"
@@ -49,8 +44,7 @@ class EngineChoice:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class InstanceSpec:
+class InstanceSpec(Settings, frozen=True, kw_only=True):
     """Settings of an instance besides those of its engine."""
 
     served_model_name: tuple[str, ...] = ()
@@ -76,8 +70,7 @@ MAX_INSTANCES = 256
 """More instances would bring the machine down."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FleetSpec:
+class FleetSpec(Settings, frozen=True, kw_only=True):
     """How many instances of which role run on this machine."""
 
     prefill: CountOrZero | None = None
@@ -104,7 +97,7 @@ class FleetSpec:
     in."""
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if self.address and self.backend != "ray":
             raise ConfigError("--address is for --backend ray")
         if self.is_split and 0 in (self.prefill, self.decode):

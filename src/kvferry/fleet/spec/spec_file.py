@@ -70,7 +70,14 @@ class SpecFile:
 
 def to_table(fleet: DesiredFleet) -> dict[str, Any]:
     """The tables from which `fleet_from` makes this fleet; what is as by default is left out."""
-    return _table(fleet)
+    table = _table(fleet)
+    keys = table.pop("keys", {})
+    for name in ("engine", "router"):
+        if values := keys.get(name):
+            table[name] = {**table.get(name, {}), **values}
+    for role, values in keys.get("role", {}).items():
+        table["role"][role] |= values
+    return {**table, **keys.get("fleet", {})}
 
 
 def _table(value: msgspec.Struct) -> dict[str, Any]:

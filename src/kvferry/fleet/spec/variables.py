@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any
 
+from kvferry.core.settings.flags import variable_name
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.spec.arguments import variable_name
 from kvferry.fleet.spec.restart import RestartPolicy
 from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.access import InstanceAccess
@@ -27,7 +26,7 @@ CONFIG_VARIABLE = "KVFERRY_CONFIG"
 
 def variables_of(configs: Iterable[Any]) -> frozenset[str]:
     """The environment variables that set the fields of these dataclasses."""
-    return frozenset(variable_name(one.name) for config in configs for one in fields(config))
+    return frozenset(variable_name(name) for config in configs for name in config.__struct_fields__)
 
 
 def flag_variables() -> frozenset[str]:

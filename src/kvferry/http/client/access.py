@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.model import SECRET, Settings
 from kvferry.http.headers import require_key
 from kvferry.http.key_files import read_keys
 from kvferry.http.tls import client_context
 
 
-@dataclass(frozen=True, kw_only=True)
-class InstanceAccess:
+class InstanceAccess(Settings, frozen=True, kw_only=True):
     """A router's credentials for its instances."""
 
-    instance_api_key: str | None = None
+    instance_api_key: Annotated[str | None, SECRET] = None
     """API key that the router sends to the instances, instead of the Authorization header of clients. Without it, the
     clients' own Authorization header is forwarded."""
 

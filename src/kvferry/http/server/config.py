@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from kvferry.core import entropy
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.openai import MAX_BODY_BYTES
-from kvferry.core.settings.bounds import Bytes, PortOrAny, SecondsOrZero, check_bounds
+from kvferry.core.settings.bounds import Bytes, PortOrAny, SecondsOrZero
+from kvferry.core.settings.model import SECRET, Settings
 from kvferry.http.headers import require_key
 from kvferry.http.key_files import read_keys
 from kvferry.http.origins import read_origins
@@ -18,18 +21,17 @@ from kvferry.http.server.limits import HttpLimits
 from kvferry.http.tls import client_context, server_context
 
 
-@dataclass(frozen=True, kw_only=True)
-class HttpAccess:
+class HttpAccess(Settings, frozen=True, kw_only=True):
     """Access to the server: keys, TLS, origins, and the admin listener."""
 
-    api_key: tuple[str, ...] = ()
+    api_key: Annotated[tuple[str, ...], SECRET] = ()
     """Key that clients must send as `Authorization: Bearer KEY`; repeat it for more. Prefer --api-key-file or the
     environment variable, as others on the machine can read the command line."""
 
     api_key_file: Path | None = None
     """File with API keys, one per line."""
 
-    admin_key: tuple[str, ...] = ()
+    admin_key: Annotated[tuple[str, ...], SECRET] = ()
     """Key for /metrics and /kvferry/*; repeat it for more. It is also accepted wherever an API key is. Without an admin
     key, these paths require an API key, if there is one."""
 
@@ -67,7 +69,7 @@ class HttpAccess:
     """Log one line for every request."""
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if self.tls_cert is None and (self.tls_key is not None or self.tls_verify_clients):
             raise ConfigError("--tls-key and --tls-verify-clients need --tls-cert")
         if self.tls_verify_clients and self.tls_ca is None:
@@ -106,8 +108,7 @@ class HttpAccess:
             client_context(self.tls_ca)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HttpConfig(HttpAccess):
+class HttpConfig(HttpAccess, frozen=True, kw_only=True):
     """Settings of one server: address, limits, access, and shutdown."""
 
     host: str = "127.0.0.1"
@@ -116,7 +117,7 @@ class HttpConfig(HttpAccess):
     port: PortOrAny = 8000
     """Port to listen on; 0 takes any free one."""
 
-    limits: HttpLimits = field(default_factory=HttpLimits)
+    limits: HttpLimits = HttpLimits()
     """Limits of one client."""
 
     max_body_bytes: Bytes = MAX_BODY_BYTES
@@ -125,10 +126,10 @@ class HttpConfig(HttpAccess):
     shutdown_grace_s: SecondsOrZero = 30.0
     """Seconds that running requests are given to end before they are aborted."""
 
-    secret: str = field(default="", repr=False)
+    secret: Annotated[str, SECRET] = ""
     """The secret from which the keys of kvferry's own processes are derived (`core.keys`); empty: they have no keys."""
 
-    name: str = field(default_factory=partial(entropy.token_hex, 16))
+    name: str = msgspec.field(default_factory=partial(entropy.token_hex, 16))
     """This server's name in signed requests; all processes at one address have the same."""
 
     listeners: tuple[int, ...] = ()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from kvferry.core.settings.bounds import Count, Seconds
+from kvferry.core.settings.model import Settings
 
-from kvferry.core.settings.bounds import Count, Seconds, check_bounds
 
-
-@dataclass(frozen=True, kw_only=True)
-class HttpLimits:
+class HttpLimits(Settings, frozen=True, kw_only=True):
     """Limits of one server; all of them are on by default."""
 
     http_header_s: Seconds = 20.0
@@ -40,6 +38,3 @@ class HttpLimits:
     http_client_connections: Count = 2500
     """Most connections at the same time from one client address; further ones are answered with 503 and closed. A proxy
     counts as one client."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)

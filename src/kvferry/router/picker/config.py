@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.bounds import CountOrZero, PortOrAny, SecondsOrZero, check_bounds
+from kvferry.core.settings.bounds import CountOrZero, PortOrAny, SecondsOrZero
+from kvferry.core.settings.model import Settings
 
 
-@dataclass(frozen=True, kw_only=True)
-class PickerConfig:
+class PickerConfig(Settings, frozen=True, kw_only=True):
     """The gRPC port for gateways, and the content of the picker's answers."""
 
     grpc_port: PortOrAny = 9002
@@ -30,6 +28,6 @@ class PickerConfig:
     what the instance asks for, up to a minute."""
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if not self.prefill_header.replace("-", "").isalnum() or not self.prefill_header.isascii():
             raise ConfigError(f"--prefill-header must be the name of a header, got {self.prefill_header[:80]!r}")

@@ -24,11 +24,13 @@ from fleet.children import CRASHING, CRASHING_WHEN_TOLD, GOOD, STUBBORN, child
 from fleet.fleets import Make, Programs, fleet_of
 from fleet.recording import RecordingDisplay
 from kvferry.core.errors import ConfigError
+from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local.backend import LocalBackend
 from kvferry.fleet.backends.local.folder import MemberFolder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.backend import BackendContext, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.processes.process import ProcessSpec
+from kvferry.fleet.processes.process_settings import InstanceProcess
 from kvferry.fleet.processes.start_time import started_at
 from kvferry.fleet.spec.fleet_spec import MemberRole
 from kvferry.http.server.listen import BACKLOG, reserve
@@ -207,7 +209,8 @@ class LateForkServer(ForkServer):
 
 @pytest.mark.parametrize("is_given_up", [False, True])
 async def test_one_that_gets_its_process_just_now_is_gone_once_it_was_stopped(is_given_up: bool, folder: Path) -> None:
-    makes: dict[MemberRole, Make] = {"decode": lambda name: replace(talks(name), forks=True)}
+    settings = InstanceProcess(role="decode", engine=EngineConfig(model="m"))
+    makes: dict[MemberRole, Make] = {"decode": lambda name: replace(talks(name), forks=True, settings=settings)}
     context = BackendContext(folder, lambda fleet: Programs(fleet, makes), RecordingDisplay(), outlives=False)
     server = LateForkServer()
     one = LocalBackend(context, fork_server=server)

@@ -19,21 +19,24 @@ from fleet.fleets import attended
 from fleet.recording import RecordingDisplay
 from kvferry.cli import attended as foreground
 from kvferry.cli.attended import AttendedFleet
+from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local import fork_server, member
 from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.backends.local.launcher import launch_command
-from kvferry.fleet.processes.process import PROGRAM, ProcessSpec
+from kvferry.fleet.processes.process import MEMBER, ProcessSpec
+from kvferry.fleet.processes.process_settings import InstanceProcess
 from kvferry.fleet.spec.fleet_spec import FailureSpec
 
 pytestmark = pytest.mark.processes
 
 HANGS_S = 120.0
+DECODE = InstanceProcess(role="decode", engine=EngineConfig(model="m"))
 THREADS = {"OMP_NUM_THREADS": "1"}
 
 FORKS = """
 import os, signal, sys
-from kvferry.cli.fork_main import _Forks
+from kvferry.fleet.backends.local.fork_main import _Forks
 from kvferry.fleet.processes.ready import ReadyWriter
 child = _Forks(int(sys.argv[1])).run()
 if child is None:
@@ -99,7 +102,7 @@ async def fork(server: ForkServer, **more: str) -> ChildProcess | None:
     try:
         with TemporaryDirectory() as folder:
             process, environment = Path(folder) / "process", {**os.environ, **THREADS, **more}
-            child = await server.fork(("decode",), environment, (), log=nothing, ready=nothing, process=process)
+            child = await server.fork(DECODE, environment, (), log=nothing, ready=nothing, process=process)
             await until(lambda: child is None or child.has_ended or process.exists())  # it is about to write there
             return child
     finally:
@@ -139,7 +142,7 @@ class Fleet:
         self.display, self.server = RecordingDisplay(), ForkServer()
         self.attended: AttendedFleet = attended(
             self.display,
-            {"decode": lambda name: ProcessSpec(name, (*PROGRAM, "decode"), THREADS, forks=True)},
+            {"decode": lambda name: ProcessSpec(name, (*MEMBER, "decode"), THREADS, forks=True, settings=DECODE)},
             FailureSpec(hang="0s", backoff=("10ms", "50ms")),
             grace_s=grace_s,
             fork_server=self.server,

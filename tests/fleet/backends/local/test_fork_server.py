@@ -18,27 +18,38 @@ import pytest
 
 from fleet.fleets import Programs, fleet_of
 from fleet.recording import RecordingDisplay
+from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local import fork_server
 from kvferry.fleet.backends.local.backend import LocalBackend
 from kvferry.fleet.backends.local.folder import MemberFolder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.backend import BackendContext, Member, MemberSpec, MemberState
 from kvferry.fleet.processes.health_check import serves
-from kvferry.fleet.processes.process import PROGRAM, ProcessSpec
+from kvferry.fleet.processes.process import MEMBER, ProcessSpec
+from kvferry.fleet.processes.process_settings import InstanceProcess
+from kvferry.fleet.spec.kv_transfer import DEFAULT, transfer_for
+from kvferry.fleet.spec.settings import InstanceSpec, Listen
+from kvferry.observe.logs import LogConfig
 
 pytestmark = pytest.mark.processes
 
 CORE = min(os.sched_getaffinity(0))
 HANGS_S = 240.0
-REFUSED_AT_ONCE = "--block-size=0"
-"""Before torch is imported."""
+REFUSED_AT_ONCE = "{"
+"""Transfer settings that are refused before torch is imported."""
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def decode(model: object, *flags: str, forks: bool = True, **more: str) -> ProcessSpec:
-    arguments = ("decode", str(model), "--port=0", "--kv-cache-memory=32MiB", "--log-level=debug", *flags)
+def decode(model: object, transfer: str = "", forks: bool = True, **more: str) -> ProcessSpec:
+    settings = InstanceProcess(
+        role="decode",
+        engine=EngineConfig(model=str(model), kv_cache_memory="32MiB"),
+        instance=InstanceSpec(kv_transfer_config=transfer or transfer_for(DEFAULT, "decode")),
+        listen=Listen(port=0),
+        log=LogConfig(log_level="debug"),
+    )
     environment = {**THREADS, "KVFERRY_INSTANCE_NAME": "decode-7", "HF_HUB_OFFLINE": "1", **more}
-    return ProcessSpec("decode-7", (*PROGRAM, *arguments), environment, forks=forks)
+    return ProcessSpec("decode-7", (*MEMBER, *settings.title), environment, forks=forks, settings=settings)
 
 
 class Forked:
@@ -152,7 +163,7 @@ async def it_is_as_one_started_from_nothing(made: Forked, model: Path) -> None:
         await made.start(name, decode(model, forks=forks))
         await made.until(name, MemberState.SERVING)
         assert made.is_forked(name) is forks
-        assert "decode" in psutil.Process(made.pid(name)).cmdline()
+        assert "decode" in " ".join(psutil.Process(made.pid(name)).cmdline()).split()
         found.append(surroundings(made.pid(name)))
         await made.backend.stop(name, 30.0)
         always = [line for line in made.lines(name) if "compiling for this machine" not in line]  # the first one only

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -18,6 +19,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.cpu import Cores, cores_of
 from kvferry.fleet.processes.process import ExternalServer, ProcessSpec, RouterGroup
+from kvferry.fleet.processes.process_settings import RouterProcess
 from kvferry.fleet.processes.recipe import LocalRecipe
 from kvferry.fleet.processes.vllm import environment, instances
 from kvferry.fleet.processes.vllm.environment import VllmEnvironment, find_vllm
@@ -105,9 +107,11 @@ def test_threads_are_not_bound_to_cores_where_a_container_is_allowed_fewer_cpus(
 
 
 def test_the_router_finds_out_how_they_hand_over(tmp_path: Path) -> None:
-    router = fleet().router_member("router-0", RouterGroup(tmp_path, ()))
-    assert {"--host=127.0.0.2", "--port=9000", "--protocol=auto"} <= set(router.command)
-    assert not any(one.startswith(("--bootstrap-port", "--prefill-url", "--decode-url")) for one in router.command)
+    settings = fleet().router_member("router-0", RouterGroup(tmp_path, ())).settings
+    assert isinstance(settings, RouterProcess)
+    assert (settings.listen.host, settings.listen.port, settings.router.protocol) == ("127.0.0.2", 9000, "auto")
+    router = settings.router
+    assert (router.bootstrap_port, router.prefill_url, router.decode_url) == ((), (), ())
 
 
 @pytest.mark.parametrize(
@@ -322,7 +326,7 @@ def test_what_a_server_registers_for_it_can_do(connector: str, extra: Any, monke
         elif extra:
             transfer["kv_connector_extra_config"] = extra
         one = fleet(0, 0, transfer)
-        one = replace(one, instances=replace(one.instances, register=register))
+        one = replace(one, instances=msgspec.structs.replace(one.instances, register=register))
         one.check()
         (found,) = servers(one)
         return found

@@ -19,7 +19,6 @@ import msgspec
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
-from kvferry.engine.server.registrar import Registrar
 from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.folder import MemberFolder, MemberRecord
 from kvferry.fleet.backends.local.fork_server import ForkServer
@@ -29,8 +28,9 @@ from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, 
 from kvferry.fleet.processes.cpu import Cores, cores_of
 from kvferry.fleet.processes.exit_reason import Ended
 from kvferry.fleet.processes.health_check import serves
-from kvferry.fleet.processes.process import PROGRAM, ProcessSpec, RouterGroup
+from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
+from kvferry.http.registrar import Registrar
 from kvferry.http.server.listen import BACKLOG, reserve
 
 logger = logging.getLogger(__name__)
@@ -231,11 +231,10 @@ class LocalBackend(FleetBackend):
         return self.recipe.router_member(member.name, group)
 
     async def _launch(self, spec: ProcessSpec, cores: Cores, folder: MemberFolder) -> ChildProcess:
-        if spec.forks and (self.recipe.num_instances > 1 or not self._owns_fork_server):
-            arguments, environment = spec.command[len(PROGRAM) :], spec.full_environment()
+        if spec.forks and spec.settings is not None and (self.recipe.num_instances > 1 or not self._owns_fork_server):
             with open_streams(folder) as (log, messages):
                 forked = await self._fork_server.fork(
-                    arguments, environment, cores, log=log, ready=messages, process=folder.process
+                    spec.settings, spec.full_environment(), cores, log=log, ready=messages, process=folder.process
                 )
             if forked is not None:
                 return forked

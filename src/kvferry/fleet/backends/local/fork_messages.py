@@ -12,10 +12,12 @@ NUM_DESCRIPTORS = 2
 
 
 class ForkRequest(wire.Message, frozen=True):
-    """Run `kvferry ARGUMENTS` with exactly this environment, on these cores (empty: on all), as a child of process
-    `parent`, with which it ends if it `is_tied`. `process`: the file in which it writes its process id."""
+    """Run the process of `settings` (a document of `process_settings`) with exactly this environment, on these cores
+    (empty: on all), as a child of process `parent`, with which it ends if it `is_tied`. `process`: the file in which it
+    writes its process id. `title`: in a list of processes."""
 
-    arguments: tuple[str, ...]
+    settings: bytes
+    title: str
     environment: dict[str, str]
     cores: tuple[int, ...]
     parent: int

@@ -1,7 +1,7 @@
 """Forks instances from one process that has imported torch and transformers for all of them.
 
 These imports are most of the CPU time that an instance takes to start, and the same in each. A fleet pays for them
-once, and an instance that died is restarted in a moment. `cli.fork_main` is the process; it is started with the first
+once, and an instance that died is restarted in a moment. `fork_main` is the process; it is started with the first
 instance, and ends with the controller. Each instance becomes a child of the controller, which is their subreaper. They
 continue when the forking process dies, and the next fork starts another one. If forking would not be sound (with CUDA,
 whose state a child cannot inherit, or when a library starts threads on import), each instance is started as a new
@@ -25,10 +25,12 @@ from pathlib import Path
 
 from kvferry.core.errors import ProtocolError
 from kvferry.core.messages.wire import FrameReader, encode_frame
+from kvferry.core.settings.model import encode
 from kvferry.fleet.backends.local.child import ChildProcess, spawn
 from kvferry.fleet.backends.local.fork_messages import Forked, ForkRequest, Imported, Message, NotForked
 from kvferry.fleet.backends.local.launcher import launch_command
 from kvferry.fleet.processes.cpu import Cores, thread_variables
+from kvferry.fleet.processes.process_settings import ProcessSettings
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class ForkServer:
 
     async def fork(
         self,
-        arguments: tuple[str, ...],
+        settings: ProcessSettings,
         environment: Mapping[str, str],
         cores: Cores,
         *,
@@ -64,8 +66,8 @@ class ForkServer:
         ready: int,
         process: Path,
     ) -> ChildProcess | None:
-        """A child that runs `kvferry ARGUMENTS`, and writes its process id into the file `process`; None if it has to
-        be started as a new process.
+        """A child that runs the process of these settings, and writes its process id into the file `process`; None if
+        it has to be started as a new process.
 
         Raises `OSError` if the system has no room for another process, and after `close`.
         """
@@ -76,7 +78,10 @@ class ForkServer:
         if server is None:
             return None
         try:
-            request = ForkRequest(arguments, dict(environment), cores, os.getpid(), self._is_tied, str(process))
+            title = " ".join(("kvferry", *settings.title))
+            request = ForkRequest(
+                encode(settings), title, dict(environment), cores, os.getpid(), self._is_tied, str(process)
+            )
             return await server.fork(request, log, ready)
         except TimeoutError:
             logger.warning("the process that forks instances has hung; starting an instance without it")
@@ -131,7 +136,7 @@ class _Server:
         """Start it; it can be used once `has_imported` returns True."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        command = (sys.executable, "-m", "kvferry.cli.fork_main", str(theirs.fileno()))
+        command = (sys.executable, "-m", "kvferry.fleet.backends.local.fork_main", str(theirs.fileno()))
         try:
             with theirs:
                 process = spawn(  # without output: an import that fails here fails in an instance too

@@ -12,7 +12,6 @@ from kvferry.fleet.backends.local.folder import MemberFolder
 from kvferry.fleet.backends.local.launcher import launch_command
 from kvferry.fleet.processes.cpu import Cores
 from kvferry.fleet.processes.process import ProcessSpec
-from kvferry.fleet.processes.ready import READY_FLAG
 
 Leash = Literal["none", "self", "group"]
 """The processes that end with the one that starts them: see `launcher`."""
@@ -34,11 +33,10 @@ def open_streams(folder: MemberFolder) -> Iterator[tuple[int, int]]:
 
 def start_process(spec: ProcessSpec, cores: Cores, folder: MemberFolder, leash: Leash) -> ChildProcess:
     """A new process that runs the member's program on these cores (none: on all). Raises `OSError`."""
-    with open_streams(folder) as (log, messages):
-        command = (*spec.command, READY_FLAG, str(messages)) if spec.foreign is None else spec.command
+    with open_streams(folder) as (log, messages), spec.started_with(messages) as (command, inherits):
         return spawn(
             launch_command(command, cores, leash, str(folder.process)),
             spec.full_environment(folder.path),
             output=log,
-            inherits=(messages, *spec.descriptors),
+            inherits=inherits,
         )

@@ -42,7 +42,9 @@ from kvferry.fleet.backends.ray.priority import reset_priority
 from kvferry.fleet.backends.ray.ranks import RankActors, hold_port
 from kvferry.fleet.control.backend import Member, MemberState
 from kvferry.fleet.processes.cpu import thread_variables
-from kvferry.fleet.processes.process import PROGRAM, ProcessSpec, RouterGroup
+from kvferry.fleet.processes.process import MEMBER, ProcessSpec, RouterGroup
+from kvferry.fleet.processes.process_settings import InstanceProcess, JoiningRankProcess, with_values
+from kvferry.fleet.spec.fleet_settings import log_config
 from kvferry.fleet.spec.fleet_spec import MemberRole
 from kvferry.http.server.listen import authority
 
@@ -208,7 +210,7 @@ class MemberActor:
                 raise ConfigError("--register: on Ray, servers of vLLM are not registered at other routers")
             if order.bundle is not None and len(order.bundle.indices) > 1:
                 self._held = hold_port(node_address())
-                spec = replace(spec, command=(*spec.command, f"--ranks-at={_address_of(self._held)}"))
+                spec = _with_ranks_at(spec, _address_of(self._held))
             spec = replace(spec, environment={**spec.environment, **_threads(order)})
         about = MemberRecord(
             name=member.name,
@@ -246,10 +248,16 @@ def _threads(order: Order) -> dict[str, str]:
 
 
 def _rank_process(name: str, order: Order) -> ProcessSpec:
-    """The process of a further rank. Its log has the format of the fleet's flags."""
-    log = tuple(argument for argument in order.fleet.args if argument.startswith("--log-"))
+    """The process of a further rank. Its log has the format of the fleet."""
     own = {AUTH_TOKEN: order.token, INSTANCE_NAME: name}
-    return ProcessSpec(name, (*PROGRAM, "rank", order.joins, *log), {**_threads(order), **own})
+    settings = JoiningRankProcess(address=order.joins, log=log_config(order.fleet))
+    return ProcessSpec(name, (*MEMBER, *settings.title), {**_threads(order), **own}, settings=settings)
+
+
+def _with_ranks_at(spec: ProcessSpec, address: str) -> ProcessSpec:
+    """An instance whose other ranks join at `address`."""
+    assert isinstance(spec.settings, InstanceProcess)
+    return replace(spec, settings=with_values(spec.settings, {"ranks_at": address}))
 
 
 def node_address() -> str:

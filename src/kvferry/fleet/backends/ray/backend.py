@@ -23,6 +23,7 @@ from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.keys import Signer
+from kvferry.core.settings.flags import flag_name, flag_of
 from kvferry.fleet.backends.ray.actor import MemberActor
 from kvferry.fleet.backends.ray.connection import RayConnection, answer, in_thread, reply_future
 from kvferry.fleet.backends.ray.leadership import RayLeadership, controller_name
@@ -101,8 +102,10 @@ class RayBackend(FleetBackend):
 
     def use(self, fleet: DesiredFleet) -> None:
         """Start members for this fleet from now on. Raises `ConfigError`."""
-        for flag in (*fleet.engine.args, *(flag for role in fleet.role.values() for flag in role.args)):
-            if flag.partition("=")[0].replace("_", "-") in _SEVERAL_NODES:
+        arguments = (*fleet.engine.args, *(flag for role in fleet.role.values() for flag in role.args))
+        keys = (flag_name(key) for values in fleet.keys.tables().values() for key in values)
+        for flag in (*arguments, *keys):
+            if flag_of(flag) in _SEVERAL_NODES:
                 raise ConfigError(f"{flag}: {_ON_ONE_NODE}; leave it out")
         _require_ranks(fleet)
         self.context.make_recipe(fleet)

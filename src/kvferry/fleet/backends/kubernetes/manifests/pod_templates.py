@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import msgspec
 
 from kvferry.core.settings.environment import AUTH_TOKEN, STATE_DIR
+from kvferry.core.settings.flags import overridden, to_flags, variable_name
 from kvferry.fleet.backends.kubernetes.manifests.values import Values
-from kvferry.fleet.spec.arguments import overridden, variable_name
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, Role, seconds
 from kvferry.fleet.spec.kubernetes_spec import KubernetesSpec, PodRole, PodSpec
 from kvferry.fleet.spec.variables import flag_variables
@@ -109,7 +110,7 @@ class Pods:
         container = self._container("router")
         container["command"] = ["kvferry", "router"]
         arguments = ["--host=0.0.0.0", f"--port={HTTP_PORT}", "--registration", f"--grace-s={self._drain_s}"]
-        arguments += self._fleet.router.args
+        arguments += [*to_flags(self._fleet.keys.router), *self._fleet.router.args]
         container["args"] = self._values.value("arguments.router", arguments)
         container["ports"] = [{"name": "http", "containerPort": HTTP_PORT}]
         container |= {
@@ -169,7 +170,9 @@ class Pods:
             arguments += [f"--ranks-at=$(POD_IP):{RANKS_PORT}"] if pod_of(self._fleet, role).hosts > 1 else []
             if (target_s := self._fleet.itl_target_s) is not None:
                 arguments.append(f"--itl-target-s={target_s:g}")
-            return overridden(overridden(arguments, engine.args), more)
+            keys = self._fleet.keys
+            tables = (to_flags(keys.engine), engine.args, to_flags(keys.role.get(role, {})), more)
+            return reduce(overridden, tables, arguments)
         python = [f"--engine-python={engine.python}"] if engine.python else []
         return [*arguments, "--engine=vllm", *python, "--", *_vllm_arguments(self._fleet, role, host)]
 

@@ -53,6 +53,7 @@ def check(fleet: DesiredFleet) -> None:
     for where, setting, instead in (
         ("engine.kv_transfer_config", fleet.engine.kv_transfer_config, "engine.connector"),
         ("args", fleet.args, "args of [engine], of a role or of [router]"),
+        (next(iter(fleet.keys.fleet), ""), fleet.keys.fleet, "the key in [engine], a role or [router]"),
     ):
         if setting:
             raise ConfigError(f"{where} is not for pods; use {instead}")

@@ -1,10 +1,10 @@
 """The process that instances are forked from: it imports what every instance imports, once, and then only forks.
 
-python -m kvferry.cli.fork_main DESCRIPTOR      the descriptor of its end of the supervisor's socket
+python -m kvferry.fleet.backends.local.fork_main DESCRIPTOR      the descriptor of its end of the supervisor's socket
 
 It has one thread and runs no operation of torch, so that a child begins as a new process does: with a session, an
 environment, cores, standard streams and signals of its own, and no other descriptor. The supervisor's side, and what
-goes between them, is `fleet.fork_server`.
+goes between them, is `fork_server`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from pathlib import Path
 
 import setproctitle
 
-from kvferry.cli.common import RUN_INSTANCE
-from kvferry.cli.main import main as command
 from kvferry.core.errors import PeerLost
 from kvferry.core.messages.wire import Pipe
 from kvferry.core.names import resolve, without_collections
@@ -33,7 +31,11 @@ from kvferry.fleet.backends.local.fork_messages import (
     NotForked,
 )
 from kvferry.fleet.backends.local.launcher import write_process
-from kvferry.fleet.processes.ready import READY_FLAG
+from kvferry.fleet.processes.exit_reason import exit_code_of
+from kvferry.fleet.processes.member_main import run_member
+from kvferry.fleet.processes.process_settings import read_document
+from kvferry.fleet.processes.running import RUN_INSTANCE
+from kvferry.observe.logs import LogConfig, set_up_logging
 
 _PR_SET_PDEATHSIG = 1
 _ADOPTED_S = 0.001
@@ -128,18 +130,18 @@ def _detach(between: int, request: ForkRequest, log: int) -> None:
 
 
 def _run(child: _Child) -> int:
-    """Run as `python -m kvferry.cli.main` does in a new process."""
+    """Run as `member_main` does in a new process."""
     request = child.request
-    arguments = [*request.arguments, READY_FLAG, str(child.ready)]
-    setproctitle.setproctitle(f"kvferry {' '.join(arguments)}")
+    setproctitle.setproctitle(request.title)
     if request.cores:
         os.sched_setaffinity(0, request.cores)
     os.environ.clear()
     os.environ.update(request.environment)
     # By name, as this package does without torch; which has read the variable before.
     resolve("torch:set_num_threads")(int(request.environment["OMP_NUM_THREADS"]))
-    sys.argv = ["kvferry", *arguments]
-    return command(arguments)
+    sys.argv = request.title.split()
+    set_up_logging(LogConfig())
+    return exit_code_of(lambda: run_member(read_document(request.settings), child.ready))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""What a process of kvferry's is started with: one document with all of its settings, which a supervisor hands over in
+memory (`handed_over`) and the process decodes. It parses no flags, and no secret is in a command line."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.settings.model import Settings, decode, encode
+from kvferry.core.settings.options import read_value
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.spec.kv_transfer import InstanceRole
+from kvferry.fleet.spec.settings import InstanceSpec, Listen
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpAccess
+from kvferry.http.server.limits import HttpLimits
+from kvferry.observe.logs import LogConfig
+from kvferry.router.config import RouterConfig
+
+MAX_DOCUMENT_BYTES = 4 * 2**20
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+Document = TypeVar("Document", bound=Settings)
+
+
+class InstanceProcess(Settings, frozen=True, kw_only=True, tag="instance"):
+    """One instance of kvferry's own engine. `instance.kv_transfer_config` is the instance's own, with its role."""
+
+    role: InstanceRole
+    engine: EngineConfig
+    instance: InstanceSpec = InstanceSpec()
+    listen: Listen = Listen()
+    log: LogConfig = LogConfig()
+    access: HttpAccess = HttpAccess()
+    limits: HttpLimits = HttpLimits()
+
+    @property
+    def title(self) -> tuple[str, ...]:
+        """The process in a list of processes."""
+        return ("serve" if self.role == "both" else self.role, self.engine.model)
+
+
+class RouterProcess(Settings, frozen=True, kw_only=True, tag="router"):
+    """One router. `group`: the folder that the routers of the port share; `listeners`: descriptors of sockets that it
+    inherits and accepts connections on."""
+
+    router: RouterConfig = RouterConfig()
+    listen: Listen = Listen()
+    log: LogConfig = LogConfig()
+    access: HttpAccess = HttpAccess()
+    limits: HttpLimits = HttpLimits()
+    instance_access: InstanceAccess = InstanceAccess()
+    group: Path | None = None
+    listeners: tuple[int, ...] = ()
+
+    @property
+    def title(self) -> tuple[str, ...]:
+        """The process in a list of processes."""
+        return ("router",)
+
+
+class JoiningRankProcess(Settings, frozen=True, kw_only=True, tag="rank"):
+    """One further rank of an instance. `address`: of the instance, HOST:PORT."""
+
+    address: str
+    log: LogConfig = LogConfig()
+
+    @property
+    def title(self) -> tuple[str, ...]:
+        """The process in a list of processes."""
+        return ("rank", self.address)
+
+
+ProcessSettings = InstanceProcess | RouterProcess | JoiningRankProcess
+
+
+def with_values(settings: Document, values: Mapping[str, Any]) -> Document:
+    """A document in which fields of its structs have other values, which are as in TOML."""
+    parts: dict[str, Any] = {}
+    for name in settings.__struct_fields__:
+        part = getattr(settings, name)
+        if isinstance(part, Settings):
+            types = {field.name: field.type for field in msgspec.structs.fields(type(part))}
+            own = {key: read_value(key, value, types[key]) for key, value in values.items() if key in types}
+            if own:
+                parts[name] = msgspec.structs.replace(part, **own)
+    return msgspec.structs.replace(settings, **parts)
+
+
+@contextmanager
+def handed_over(settings: ProcessSettings) -> Iterator[int]:
+    """A descriptor from which a child reads the document: sealed memory, so nobody changes it, and no file names it."""
+    descriptor = os.memfd_create("kvferry-settings", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.write(descriptor, encode(settings))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def receive(descriptor: int) -> ProcessSettings:
+    """The document that was handed over; closes the descriptor. Raises `ConfigError`."""
+    try:
+        content = os.pread(descriptor, MAX_DOCUMENT_BYTES, 0)
+        os.close(descriptor)
+    except OSError as error:
+        raise ConfigError(f"the settings of this process cannot be read: {error.strerror}") from error
+    return read_document(content)
+
+
+def read_document(content: bytes) -> ProcessSettings:
+    """The document in these bytes. Raises `ConfigError`."""
+    try:
+        return decode(content, ProcessSettings)  # type: ignore[arg-type]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"the settings of this process are not what this release reads: {error}") from error
