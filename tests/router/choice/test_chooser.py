@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from kvferry import router
 from kvferry.core.clock import ManualClock
 from kvferry.core.messages.instance_facts import InstanceFacts, KVSource
+from kvferry.router.body import RequestBody
 from kvferry.router.choice.chooser import Chooser
 from kvferry.router.choice.policies.base import Choice, PromptTraits
 from kvferry.router.choice.prompt import Prefix
@@ -186,3 +188,34 @@ def test_prefill_instances_answer_only_where_all_are_kvferrys_and_end_an_answer_
     for one in (prefill, decode):
         one.set_facts(VllmFacts(model_names=["m"]))
     assert not may_answer()
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_constrained"),
+    [
+        ({}, False),
+        ({"response_format": None, "structured_outputs": None}, False),
+        ({"response_format": {"type": "text"}}, False),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"structured_outputs": {"regex": "a"}}, True),
+    ],
+)
+def test_structured_output_is_for_instances_that_can_constrain(fields: dict[str, Any], is_constrained: bool) -> None:
+    config = RouterConfig(
+        prefill_url=("http://p0:1", "http://p1:1"), decode_url=("http://d0:1", "http://d1:1"), policy="round_robin"
+    )
+    pools = Pools.from_config(config)
+    chooser = Chooser(config, ManualClock(), pools)
+    prefills, decodes = pools.prefill.instances, pools.decode.instances
+    for number, instance in enumerate((*prefills, *decodes)):
+        instance.set_facts(InstanceFacts(engine_id=str(number), model_names=["m"], structured_outputs=number % 2 == 1))
+    traits = chooser.read("/v1/completions", RequestBody.parse(msgspec.json.encode({"prompt": "a", **fields})), {})
+    assert traits.is_constrained == is_constrained
+    chooser.pairing.refresh()
+    choices = [chooser.choose(traits, prefills, decodes) for _ in range(4)]
+    assert {choice.decode for choice in choices} == ({decodes[1]} if is_constrained else set(decodes))
+    if is_constrained:
+        assert {choice.prefill for choice in choices} <= {prefills[1], None}
+        alone = chooser.choose(traits, prefills[:1], decodes)
+        assert (alone.prefill, alone.decode) == (None, decodes[1])  # served aggregated
+        assert chooser.choose(traits, (), decodes[:1]).decode is decodes[0]  # it gives the best error
