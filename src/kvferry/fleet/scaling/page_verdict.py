@@ -7,7 +7,7 @@ from typing import Any
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 
 _DEFAULT_TTFT_S, _DEFAULT_ITL_S = 2.0, 0.05
-"""The targets where the fleet has none; the same as those of `kvferry why`."""
+"""The targets where the fleet has none, as in `kvferry why`."""
 
 
 def judge(report: TrafficReport, views: list[dict[str, Any]], plan: FleetPlan | None) -> str:
