@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.errors import InvalidRequest, QueueFull, Unavailable
-from kvferry.core.structured_outputs import Matcher, StructuredOutputs
-from kvferry.engine.server.grammars import GrammarCompiler, NoCompiler, make_compiler
+from kvferry.core.errors import InvalidRequest, QueueFull, Unavailable, UnsupportedModel
+from kvferry.core.structured_outputs import GrammarBackend, Matcher, StructuredOutputs
+from kvferry.engine.server.grammars import GrammarCompiler, make_compiler
 
 
 class SlowBackend:
@@ -38,7 +38,7 @@ def regex(content: str) -> StructuredOutputs:
 async def test_each_sequence_has_a_state_of_its_own_and_grammars_are_cached() -> None:
     backend = SlowBackend()
     backend.may_go_on.set()
-    compiler = GrammarCompiler(backend, max_grammars=2)
+    compiler = GrammarCompiler(lambda: backend, max_grammars=2)
     matchers: list[Matcher] = await compiler.matchers(regex("a"), 3)
     assert len({id(matcher) for matcher in matchers}) == 3
     for content in ("a", "b", "a", "c", "a", "b"):
@@ -48,7 +48,7 @@ async def test_each_sequence_has_a_state_of_its_own_and_grammars_are_cached() ->
 
 async def test_the_event_loop_goes_on_and_a_slow_compilation_is_given_up() -> None:
     backend = SlowBackend()
-    compiler = GrammarCompiler(backend, limit_s=0.05)
+    compiler = GrammarCompiler(lambda: backend, limit_s=0.05)
     with pytest.raises(Unavailable, match="could not be compiled within"):
         await compiler.matchers(regex("a"), 1)
     backend.may_go_on.set()
@@ -56,7 +56,7 @@ async def test_the_event_loop_goes_on_and_a_slow_compilation_is_given_up() -> No
 
 async def test_the_queue_is_bounded() -> None:
     backend = SlowBackend()
-    compiler = GrammarCompiler(backend, max_waiting=1)
+    compiler = GrammarCompiler(lambda: backend, max_waiting=1)
     running = [asyncio.create_task(compiler.matchers(regex(str(number)), 1)) for number in range(3)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -67,8 +67,11 @@ async def test_the_queue_is_bounded() -> None:
 
 
 async def test_without_a_library_the_reason_is_named() -> None:
+    def refuse() -> GrammarBackend:
+        raise UnsupportedModel("install it")
+
     with pytest.raises(InvalidRequest, match="structured_outputs: install it") as caught:
-        await NoCompiler("install it").matchers(regex("a"), 1)
+        await GrammarCompiler(refuse).matchers(regex("a"), 1)
     assert caught.value.param == "structured_outputs"
 
 

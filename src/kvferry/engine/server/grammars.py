@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kvferry.core.errors import InvalidRequest, MissingDependency
+from kvferry.core.errors import InvalidRequest, MissingDependency, UnsupportedModel
 from kvferry.core.structured_outputs import Grammar, GrammarBackend, Matcher, StructuredOutputs
 from kvferry.engine.server.thread_offload import ThreadOffload
 from kvferry.engine.structured.library import require_llguidance
 
 
 class GrammarCompiler:
-    """The compiled constraints of one server. `max_grammars` bounds the cache, `max_waiting` the queue, and `limit_s`
-    the wait for a compilation."""
+    """The compiled constraints of one server. `make_backend`: called in a thread for the first constraint, as it takes
+    about a second for a vocabulary of 131,072 tokens. `max_grammars` bounds the cache, `max_waiting` the queue, and
+    `limit_s` the wait for a compilation."""
 
     def __init__(
-        self, backend: GrammarBackend, *, max_grammars: int = 64, max_waiting: int = 64, limit_s: float = 10.0
+        self,
+        make_backend: Callable[[], GrammarBackend],
+        *,
+        max_grammars: int = 64,
+        max_waiting: int = 64,
+        limit_s: float = 10.0,
     ) -> None:
-        self._backend = backend
+        self._make_backend = make_backend
+        self._backend: GrammarBackend | None = None
         self._max_grammars = max_grammars
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
-        self._lock = threading.Lock()
+        self._backend_lock, self._lock = threading.Lock(), threading.Lock()
         self._off_loop = ThreadOffload(max_waiting=max_waiting, limit_s=limit_s, purpose="compiled")
 
     async def matchers(self, constraint: StructuredOutputs, number: int, tokens: Sequence[int] = ()) -> list[Matcher]:
@@ -45,34 +52,35 @@ class GrammarCompiler:
             if (grammar := self._grammars.get(digest)) is not None:
                 self._grammars.move_to_end(digest)
                 return grammar
-        grammar = self._backend.compile(constraint)
+        try:
+            backend = self._get_backend()
+        except (MissingDependency, UnsupportedModel) as error:
+            raise InvalidRequest(f"{constraint.field}: {error}", param=constraint.field) from error
+        grammar = backend.compile(constraint)
         with self._lock:
             self._grammars[digest] = grammar
             while len(self._grammars) > self._max_grammars:
                 self._grammars.popitem(last=False)
         return grammar
 
-
-class NoCompiler:
-    """In place of a compiler where none can be: refuses every constraint with the reason."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    async def matchers(self, constraint: StructuredOutputs, number: int, tokens: Sequence[int] = ()) -> list[Matcher]:
-        """Raises `InvalidRequest`."""
-        raise InvalidRequest(f"{constraint.field}: {self._reason}", param=constraint.field)
+    def _get_backend(self) -> GrammarBackend:
+        with self._backend_lock:
+            if self._backend is None:
+                self._backend = self._make_backend()
+            return self._backend
 
 
-def make_compiler(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> GrammarCompiler | NoCompiler:
-    """The compiler of a server. Takes about a second for a vocabulary of 131,072 tokens; called before it listens."""
-    try:
+def make_compiler(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> GrammarCompiler:
+    """The compiler of a server. Where llguidance is not installed or cannot read the tokenizer, it refuses each
+    constraint with the reason."""
+
+    def make_backend() -> GrammarBackend:
         require_llguidance()
-    except MissingDependency as error:
-        return NoCompiler(str(error))
-    from kvferry.engine.structured.llguidance_backend import LlguidanceBackend  # an extra
+        from kvferry.engine.structured.llguidance_backend import LlguidanceBackend  # an extra
 
-    try:
-        return GrammarCompiler(LlguidanceBackend(tokenizer, vocab_size, sorted(eos_token_ids)))
-    except ValueError as error:
-        return NoCompiler(f"llguidance cannot read this model's tokenizer: {error}")
+        try:
+            return LlguidanceBackend(tokenizer, vocab_size, sorted(eos_token_ids))
+        except Exception as error:
+            raise UnsupportedModel(f"llguidance cannot read this model's tokenizer: {error}") from error
+
+    return GrammarCompiler(make_backend)
