@@ -23,7 +23,7 @@ OWN = {"--config", "--help", "--version", "--ready-fd", "--settings-fd"}
 
 FOREIGN = {
     # docker's and nvidia-smi's
-    "--shm-size", "--query-gpu", "--format",
+    "--shm-size", "--profile", "--query-gpu", "--format",
     # vLLM's, SGLang's and Dynamo's
     "--disaggregation-mode", "--enforce-eager", "--kv-events-config", "--disable-hybrid-kv-cache-manager",
     "--enable-sleep-mode",

@@ -178,7 +178,7 @@ async def test_ending_by_a_call_even_before_it_begins() -> None:
 
 
 async def test_who_does_not_end_is_killed_when_the_grace_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreground, "END_MARGIN_S", 0.0)
+    monkeypatch.setattr(foreground.AttendedFleet, "end_margin_s", 0.0)
     display = RecordingDisplay()
     task = await up(display, {"both": stubborn}, grace_s=0.2)
     assert await end_by(signal.SIGINT, task) == 0
@@ -303,7 +303,7 @@ from fleet.fleets import run
 from fleet.test_attended import crashes_when_told, stubborn
 from kvferry.cli import attended
 from kvferry.fleet.display import PlainDisplay
-attended.END_MARGIN_S = 0.0
+attended.AttendedFleet.end_margin_s = 0.0
 makes = {"prefill": crashes_when_told, "decode": stubborn}
 sys.exit(asyncio.run(run(PlainDisplay(), makes, grace_s=0.2)))
 """

@@ -39,8 +39,6 @@ EXIT_KILLED = 130
 
 _SHARED_BYTES = 4 * 2**20
 """More than a few processes write to their folder before they serve."""
-END_MARGIN_S = 5.0
-"""Seconds beyond its own grace period after which a process is killed."""
 
 MakeRecipe = Callable[[DesiredFleet], Recipe]
 
@@ -87,6 +85,9 @@ class AttendedFleet:
     """Runs one fleet, once, in a private temporary folder. `grace_s`: between SIGTERM and SIGKILL, for the routers and
     again for the instances."""
 
+    end_margin_s = 5.0
+    """Seconds beyond its own grace period after which a process is killed."""
+
     def __init__(
         self,
         fleet: DesiredFleet,
@@ -98,7 +99,7 @@ class AttendedFleet:
         fork_server: ForkServer | None = None,
     ) -> None:
         self._fleet, self._make_recipe, self._display = fleet, make_recipe, display
-        self._token, self._grace_s, self._fork_server = token, grace_s + END_MARGIN_S, fork_server
+        self._token, self._grace_s, self._fork_server = token, grace_s + self.end_margin_s, fork_server
         self._controller: Controller | None = None
         self._backend: FleetBackend | None = None
         self._aborting = set[asyncio.Task[None]]()

@@ -23,8 +23,6 @@ from kvferry.http.server.routes import Route
 PAGE_PATH, FEED_PATH = "/", "/kvferry/page/feed"
 
 _PART = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
-_ALIVE_S = 10.0
-"""Seconds without an event before a comment is sent, which shows a proxy that the stream is in use."""
 
 
 class PageDocument(NamedTuple):
@@ -59,6 +57,9 @@ def read_document() -> PageDocument:
 class PageRoutes:
     """Serves the page of one server. `feed`: its changes."""
 
+    alive_s = 10.0
+    """Seconds without an event before a comment is sent, which shows a proxy that the stream is in use."""
+
     def __init__(self, feed: Feed) -> None:
         self._feed, self._document = feed, read_document()
         self._headers = [
@@ -89,7 +90,7 @@ class PageRoutes:
             while not (page.is_behind or response.is_draining):
                 await response.drain()
                 try:
-                    async with asyncio.timeout(_ALIVE_S):
+                    async with asyncio.timeout(self.alive_s):
                         event = await page.queue.get()
                 except TimeoutError:
                     event = b": \n\n"

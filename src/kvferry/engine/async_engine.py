@@ -11,12 +11,13 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.stepped import SteppedEngine
 
 log = logging.getLogger(__name__)
-JOIN_S = 10.0
-"""Max seconds that `close` waits for a step to end."""
 
 
 class AsyncEngine(SteppedEngine):
     """One engine and its thread."""
+
+    join_s = 10.0
+    """Max seconds that `close` waits for a step to end."""
 
     def __init__(self, engine: Engine, model_names: Sequence[str]) -> None:
         super().__init__(engine, model_names)
@@ -34,7 +35,7 @@ class AsyncEngine(SteppedEngine):
         step."""
         self._closing = True
         self.wake()
-        await asyncio.to_thread(self._thread.join, JOIN_S)
+        await asyncio.to_thread(self._thread.join, self.join_s)
         if self._thread.is_alive():
             log.error("a step of the engine does not end; the engine is left as it is")
         else:

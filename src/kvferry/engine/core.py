@@ -49,14 +49,15 @@ from kvferry.engine.step import Chunk
 from kvferry.store.machine import MACHINE, Machine
 
 log = logging.getLogger(__name__)
-MAX_FAILED_STEPS = 8
-"""Max number of consecutive failed steps that no single request caused; then the engine ends."""
-MAX_PLANS = 64
-"""Max number of plans that have not been started; then the connector is lost."""
 
 
 class EngineCore:
     """One model, served step by step."""
+
+    max_plans = 64
+    """Max number of plans that have not been started; then the connector is lost."""
+    max_failed_steps = 8
+    """Max number of consecutive failed steps that no single request caused; then the engine ends."""
 
     def __init__(
         self,
@@ -232,8 +233,8 @@ class EngineCore:
     def _execute(self, chunks: list[Chunk]) -> Generator[list[Chunk], StepResult, StepResult]:
         """Run the chunks and the waiting plans. A step that fails as a whole ends its requests, since the cause may be
         any of them. Plans that were not started are started with the next step."""
-        if len(self.plans.waiting) > MAX_PLANS:
-            raise ConnectorLost(f"the transfers of {MAX_PLANS} steps could not be started")
+        if len(self.plans.waiting) > self.max_plans:
+            raise ConnectorLost(f"the transfers of {self.max_plans} steps could not be started")
         try:
             result = yield chunks
         except (RankLost, ConnectorLost):
@@ -262,10 +263,10 @@ class EngineCore:
 
     def _step_failed(self, error: Exception) -> None:
         """Handle an error that belongs to no request. The first one is only logged, since it may not recur; the next
-        ones end all requests; after `MAX_FAILED_STEPS` consecutive ones, the engine ends."""
+        ones end all requests; after `max_failed_steps` consecutive ones, the engine ends."""
         self._num_failed_steps += 1
         log.exception("a step failed outside of any request's part, %d in a row", self._num_failed_steps)
-        if self._num_failed_steps >= MAX_FAILED_STEPS:
+        if self._num_failed_steps >= self.max_failed_steps:
             raise error
         if self._num_failed_steps > 1:
             self.scheduler.fail_all(error)

@@ -6,12 +6,8 @@ without a prompt, and a time for each token of prompts, which is estimated from 
 
 from __future__ import annotations
 
-_MIN_TOKENS = 16
-"""Prompt tokens of a step, however tight the target: prompts go on, too."""
 _FIRST_TOKENS = 64
 """Prompt tokens of a step beside answers as long as no prompt has been measured."""
-_MIN_MEASURED = 8
-"""Prompt tokens of a step from which their time is estimated."""
 _MARGIN = 0.8
 """Share of the target that is planned for: steps vary."""
 _NEW_SHARE = 0.3
@@ -21,6 +17,11 @@ _NEW_SHARE = 0.3
 class StepBudget:
     """The token budget of an engine's steps. `max_tokens`: of any step; `target_s`: longest time between two tokens of
     an answer; None: no limit."""
+
+    min_measured = 8
+    """Prompt tokens of a step from which their time is estimated."""
+    min_tokens = 16
+    """Prompt tokens of a step, however tight the target: prompts go on, too."""
 
     def __init__(self, max_tokens: int, target_s: float | None) -> None:
         self._max_tokens, self._target_s = max_tokens, target_s
@@ -35,7 +36,7 @@ class StepBudget:
             num_prompt_tokens = _FIRST_TOKENS
         else:
             left_s = _MARGIN * self._target_s - self._decode_s
-            num_prompt_tokens = max(_MIN_TOKENS, int(min(left_s / self._token_s, self._max_tokens)))
+            num_prompt_tokens = max(self.min_tokens, int(min(left_s / self._token_s, self._max_tokens)))
         return min(self._max_tokens, num_decoding + num_prompt_tokens)
 
     def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
@@ -45,7 +46,7 @@ class StepBudget:
             return
         if not num_prompt_tokens:
             self._decode_s = _smoothed(self._decode_s, seconds)
-        elif num_prompt_tokens >= _MIN_MEASURED:
+        elif num_prompt_tokens >= self.min_measured:
             token_s = max(seconds - (self._decode_s if num_decoding else 0.0), 1e-6) / num_prompt_tokens
             self._token_s = token_s if self._token_s is None else _smoothed(self._token_s, token_s)
 

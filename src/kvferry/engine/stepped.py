@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 # Seconds between checks while a request waits for something that sends no wake-up (a marker file, its deadline).
-POLL_S = 0.005
-CALL_DEADLINE_S = 30.0
 _ROLES: dict[str, Literal["prefill", "decode", "both"]] = {
     "kv_producer": "prefill",
     "kv_consumer": "decode",
@@ -44,6 +42,9 @@ PENDING_WRITE_GAUGES = ("writer_waiting_bytes", "dirty_blocks")
 class SteppedEngine(ABC):
     """One engine and the runner of its steps. The owner calls `start` and `close`; all other methods are called from
     one event loop."""
+
+    call_deadline_s = 30.0
+    poll_s = 0.005
 
     def __init__(self, engine: EngineCore, model_names: Sequence[str]) -> None:
         self.engine = engine
@@ -202,7 +203,7 @@ class SteppedEngine(ABC):
         self._calls.append(lambda: _resolve(future, call))
         self.wake()
         try:
-            async with asyncio.timeout(CALL_DEADLINE_S):
+            async with asyncio.timeout(self.call_deadline_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
             raise Unavailable("the engine did not answer in time") from None
@@ -220,7 +221,7 @@ class SteppedEngine(ABC):
         """Max seconds to wait for work before the next step; None: without limit."""
         if not self.engine.has_work:
             return None
-        return POLL_S if self.engine.idle else 0.0
+        return self.poll_s if self.engine.idle else 0.0
 
     def _on_failure(self, failure: BaseException) -> None:
         log.error("the engine failed", exc_info=failure)

@@ -35,12 +35,13 @@ from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model_runner import ModelRunner, StepInputs, TokenByToken
 
 log = logging.getLogger(__name__)
-MAX_FAILED_POLLS = 64
-"""Max number of consecutive failures of `poll`; then the connector is lost: `ConnectorLost`."""
 
 
 class Worker:
     """Computes the steps of one rank and moves its KV. Used from one thread at a time."""
+
+    max_failed_polls = 64
+    """Max number of consecutive failures of `poll`; then the connector is lost: `ConnectorLost`."""
 
     def __init__(self, config: EngineConfig, placement: RankPlacement, on_progress: Progress) -> None:
         """Load the model; may take long. Raises `ConfigError` or `UnsupportedModel`."""
@@ -195,7 +196,7 @@ class Worker:
         except Exception as error:  # the next call reports the same
             self._num_failed_polls += 1
             log.exception("the connector could not report its transfers")
-            if self._num_failed_polls >= MAX_FAILED_POLLS:
+            if self._num_failed_polls >= self.max_failed_polls:
                 raise ConnectorLost(f"the connector cannot report its transfers: {error!r}") from error
             return []
         self._num_failed_polls = 0

@@ -39,16 +39,9 @@ from kvferry.http.tls import client_context
 logger = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S = 10.0
-_MAX_ANSWER = 64 * 1024
-_FIRST_WAIT_S = 0.25
-_MAX_WAIT_S = 3.0
-"""Bounds of the wait before a retry at a router that did not answer; it doubles each time."""
-_DRAIN_POLL_S = 0.25
-"""Max interval between two reports while a router drains the instance."""
 _RENEWALS_PER_LEASE = 3
 _MIN_RENEWAL_S, _MAX_RENEWAL_S = 0.05, 60.0
 """Bounds of the wait between two renewals, for any lease of a router."""
-_DEREGISTER_S = 1.0
 _JSON = (b"content-type", b"application/json")
 _WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
@@ -114,6 +107,11 @@ class Registrar:
     moment; while it does not, leases are not renewed. Call `run` as a task beside the server, and `leave` before the
     process ends."""
 
+    deregister_s = 1.0
+    drain_poll_s = 0.25
+    """Max interval between two reports while a router drains the instance."""
+    max_answer = 64 * 1024
+
     def __init__(
         self, config: RegistrarConfig, host: str, port: int, serves: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
@@ -142,7 +140,7 @@ class Registrar:
         if await self._done_within(within_s):
             return True
         self._change("gone")
-        await self._done_within(_DEREGISTER_S)
+        await self._done_within(self.deregister_s)
         return False
 
     def _change(self, state: State) -> None:
@@ -167,7 +165,7 @@ class Registrar:
                 return
             if not (router.drained and state == "draining"):
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s if state == "up" else _DRAIN_POLL_S):
+                    async with asyncio.timeout(pause_s if state == "up" else self.drain_poll_s):
                         await changed.wait()
 
     async def _notify(self, client: SignedClient, router: _Router, state: State) -> float:
@@ -200,7 +198,7 @@ class Registrar:
             timeout_s=_REQUEST_TIMEOUT_S,
             headers=[_JSON],
             body=msgspec.json.encode(announcement),
-            max_bytes=_MAX_ANSWER,
+            max_bytes=self.max_answer,
         )
         if status == Unavailable.status:
             raise Unavailable(f"it answered {status}: {_error_message(content)}")
@@ -274,6 +272,10 @@ class RegisteredServer:
 class _Router:
     """One router, and its last answer."""
 
+    max_wait_s = 3.0
+    """Bounds of the wait before a retry at a router that did not answer; it doubles each time."""
+    first_wait_s = 0.25
+
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
         self.address: _Address | None = None
@@ -282,14 +284,14 @@ class _Router:
         self.lost = False
         """True if the last attempt got no answer, or a refusal."""
         self._last_error: str | None = ""
-        self._wait_s = _FIRST_WAIT_S
+        self._wait_s = self.first_wait_s
 
     def on_registered(self, answer: Registered, role: Role) -> float:
         """Record the router's answer; returns the seconds until the next report."""
         self.lost, self.drained = False, answer.state == "drained"
         if self._last_error is not None:
             logger.info("registered at %s for %s", self.origin, role)
-        self._last_error, self._wait_s = None, _FIRST_WAIT_S
+        self._last_error, self._wait_s = None, self.first_wait_s
         return min(max(answer.lease_s / _RENEWALS_PER_LEASE, _MIN_RENEWAL_S), _MAX_RENEWAL_S)
 
     def on_failure(self, error: Exception) -> float:
@@ -300,7 +302,7 @@ class _Router:
         if trouble != self._last_error:
             logger.warning("not registered at %s: %s", self.origin, trouble, exc_info=None if expected else error)
         self._last_error = trouble
-        self._wait_s = min(2 * self._wait_s, _MAX_WAIT_S)
+        self._wait_s = min(2 * self._wait_s, self.max_wait_s)
         return self._wait_s
 
 

@@ -35,11 +35,6 @@ from kvferry.fleet.processes.cpu import Cores
 from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec, RouterSpec
 
-HANGS_S = 60.0
-"""A test that takes longer has failed."""
-MARGIN_S = 20.0
-"""Max seconds that a stop may take beyond its grace."""
-
 PROGRAM = """
 import os, pathlib, signal, sys, time
 from kvferry.fleet.processes.ready import ReadyWriter
@@ -129,6 +124,11 @@ async def leading(backend: FleetBackend) -> AsyncIterator[None]:
 class BackendContract:
     """The suite. Set `kind` in a subclass, as in `[backend] kind`."""
 
+    margin_s = 20.0
+    """Max seconds that a stop may take beyond its grace."""
+    hangs_s = 60.0
+    """A test that takes longer has failed."""
+
     kind: ClassVar[str]
 
     # Overridden for backends whose members are not processes.
@@ -186,7 +186,7 @@ class BackendContract:
         """Run `main`, which opens backends one after the other; a last backend then stops all remaining members."""
 
         async def within() -> None:
-            async with asyncio.timeout(HANGS_S), self.around(folder):
+            async with asyncio.timeout(self.hangs_s), self.around(folder):
                 try:
                     await main()
                 finally:
@@ -208,7 +208,7 @@ class BackendContract:
             assert member.url.startswith(("http://", "https://"))
             assert member.reason == ""
             backend.changed.clear()
-            await backend.stop("serves-0", MARGIN_S)
+            await backend.stop("serves-0", self.margin_s)
             assert list(backend.members()) == []
             assert backend.changed.is_set()
 
@@ -221,7 +221,7 @@ class BackendContract:
             assert sorted(member.name for member in backend.members()) == names
             urls = {(await until(backend, name, MemberState.SERVING)).url for name in names}
             assert len(urls) == len(names)
-            await asyncio.gather(*(backend.stop(name, MARGIN_S) for name in names[1:]))
+            await asyncio.gather(*(backend.stop(name, self.margin_s) for name in names[1:]))
             assert [member.name for member in backend.members()] == names[:1]
             assert named(backend, "serves-0").state is MemberState.SERVING
 
@@ -234,7 +234,7 @@ class BackendContract:
             assert "7" in member.reason  # its exit code
             assert not member.is_misconfigured
             assert member.last_lines[-1] == "the last words"
-            await backend.stop("fails-0", MARGIN_S)
+            await backend.stop("fails-0", self.margin_s)
             assert list(backend.members()) == []
 
         self.run(tmp_path, use)
@@ -285,7 +285,7 @@ class BackendContract:
 
     def test_unknown_names_are_nothing_to_do(self, tmp_path: Path) -> None:
         async def use(backend: FleetBackend) -> None:
-            await backend.stop("serves-7", MARGIN_S)
+            await backend.stop("serves-7", self.margin_s)
             await backend.assign("serves-7", "decode")
             assert list(backend.members()) == []
 
@@ -296,7 +296,7 @@ class BackendContract:
             await start(backend, "waits-0")
             assert named(backend, "waits-0").state is MemberState.STARTING
             assert named(backend, "waits-0").url == ""
-            await backend.stop("waits-0", MARGIN_S)
+            await backend.stop("waits-0", self.margin_s)
             assert list(backend.members()) == []
 
         self.run(tmp_path, use)
@@ -306,7 +306,7 @@ class BackendContract:
             starting = asyncio.create_task(start(backend, "serves-0"))
             while not backend.members():  # noqa: ASYNC110 - until the member is listed
                 await asyncio.sleep(0)
-            await backend.stop("serves-0", MARGIN_S)
+            await backend.stop("serves-0", self.margin_s)
             assert list(backend.members()) == []  # "returns when it is gone"
             with suppress(NotStarted):
                 await starting
@@ -320,7 +320,7 @@ class BackendContract:
             await until(backend, "stays-0", MemberState.SERVING)
             begun = SYSTEM_CLOCK.monotonic()
             await backend.stop("stays-0", 1.0)
-            assert SYSTEM_CLOCK.monotonic() - begun < 1.0 + MARGIN_S
+            assert SYSTEM_CLOCK.monotonic() - begun < 1.0 + self.margin_s
             assert list(backend.members()) == []
 
         self.run(tmp_path, use)
@@ -363,7 +363,7 @@ class BackendContract:
             async with self.opened(tmp_path) as later:
                 assert named(later, "serves-0") == left[0]
                 assert named(later, "serves-1").role == "decode"
-                await later.stop("serves-1", MARGIN_S)
+                await later.stop("serves-1", self.margin_s)
                 await self.end(tmp_path, "serves-2")
                 await until(later, "serves-2", MemberState.ENDED)
             async with self.opened(tmp_path) as last:

@@ -48,7 +48,6 @@ PROMPT = [5 + 3 * number for number in range(30)]
 OTHER_PROMPT = [7 + 5 * number for number in range(30)]
 LENGTHS = (1, BLOCK_SIZE - 1, 7 * BLOCK_SIZE - 1, 7 * BLOCK_SIZE, 7 * BLOCK_SIZE + 1)
 """Lengths of prompts: around multiples of the block size, where a prompt fills its last block or just begins it."""
-DEADLINE_S = 60.0
 P_AND_D = ("kv_producer", "kv_consumer")
 
 
@@ -69,6 +68,8 @@ class DecodeLoads:
 class EnginePair:
     """A P and a D joined by a connector, stepped in turn, and `alone`, an engine without a connector for comparison,
     which its creator closes. With one role, P and D are one engine."""
+
+    deadline_s = 60.0
 
     def __init__(
         self, model: Path, connector: str, extra: dict[str, Any], alone: Engine, roles: Sequence[str] = P_AND_D
@@ -191,9 +192,9 @@ class EnginePair:
 
     def step_until(self, condition: Callable[[], bool], what: str) -> None:
         """Step all engines until the condition holds. Fails after a deadline that no healthy connector comes near."""
-        deadline = SYSTEM_CLOCK.monotonic() + DEADLINE_S
+        deadline = SYSTEM_CLOCK.monotonic() + self.deadline_s
         while not condition():
-            assert SYSTEM_CLOCK.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
+            assert SYSTEM_CLOCK.monotonic() < deadline, f"waited {self.deadline_s:g} s for {what}"
             for engine in self._engines:
                 self.step(engine)
             self._require_that_counters_grow()

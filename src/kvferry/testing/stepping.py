@@ -6,13 +6,13 @@ import threading
 
 from kvferry.engine.engine import Engine
 
-IDLE_S = 0.005
-"""Max seconds between two steps of waiting engines, because leases and deadlines depend on the clock."""
-
 
 class IdleWait:
     """Waits between steps. Call it after a step of each engine: while all of them only wait for transfers, it waits
     too, because steps that find nothing to do would take the time that the transfers need."""
+
+    idle_s = 0.005
+    """Max seconds between two steps of waiting engines, because leases and deadlines depend on the clock."""
 
     def __init__(self, *engines: Engine) -> None:
         self._engines, self._moved = engines, threading.Event()
@@ -21,5 +21,5 @@ class IdleWait:
 
     def __call__(self) -> None:
         if all(engine.idle for engine in self._engines):
-            self._moved.wait(IDLE_S)
+            self._moved.wait(self.idle_s)
         self._moved.clear()

@@ -148,7 +148,7 @@ async def test_what_others_have_on_its_way_to_the_store_is_not_waited_for(
     num_present: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy instance always has something on its way: all blocks there, or no more coming, is the end."""
-    monkeypatch.setattr("kvferry.cli.cache.warming.STALLED_S", 0.0)
+    monkeypatch.setattr("kvferry.cli.cache.warming.Warming.stalled_s", 0.0)
     pinned = []
 
     class Busy(Server):

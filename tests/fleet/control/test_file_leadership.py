@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.fleet.control.file_leadership import HUNG_S, FileLeadership, LeaderRecord, holder, is_held, lock_file
+from kvferry.fleet.control.file_leadership import FileLeadership, LeaderRecord, holder, is_held, lock_file
 from kvferry.fleet.processes.start_time import started_at
 
 HOLDS = """
@@ -95,7 +95,7 @@ def test_a_process_that_hangs_is_ended(path: Path) -> None:
         found = holder(path)
         assert found is not None
         assert found.pid == process.pid
-        silent = msgspec.structs.replace(found, beat=SYSTEM_CLOCK.monotonic() - HUNG_S - 1)
+        silent = msgspec.structs.replace(found, beat=SYSTEM_CLOCK.monotonic() - LeaderRecord.hung_s - 1)
         assert silent.hangs
         silent.kill()
         assert process.wait(30) == -signal.SIGKILL

@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 
 _PROBE = "_HEALTH_CHECK"
 """Marks Dynamo's own health checks: a prefill worker keeps no KV for them."""
-_MAX_TASKS = 64
-"""Most background tasks at once; further ones are dropped."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,9 @@ DEFAULT_DEADLINES = WorkerDeadlines()
 
 class WorkerLink:
     """Owns the health of one worker. A worker that does not answer a call is lost until it answers a probe."""
+
+    max_tasks = 64
+    """Most background tasks at once; further ones are dropped."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class WorkerLink:
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a task, unless too many run."""
-        if len(self._tasks) >= _MAX_TASKS:
+        if len(self._tasks) >= self.max_tasks:
             work.close()
             return
         task = asyncio.create_task(work)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -21,13 +21,7 @@ from kvferry.http.client.origin import Origin
 from kvferry.http.client.signed_client import SignedClient
 from kvferry.http.server.response import JSON
 
-POLL_INTERVAL_S = 0.25
-STALLED_S = 10.0
-"""After this many seconds without further blocks, no more are expected."""
 ASK_S = 60.0
-MAX_TRIES = 3
-"""Number of attempts for a document of which the store drops blocks."""
-MAX_ANSWER = 2**30
 
 
 class NotWarmed(KvferryError):
@@ -62,6 +56,8 @@ Answer = TypeVar("Answer")
 class Server:
     """One instance, or a router."""
 
+    max_answer: ClassVar[int] = 2**30
+
     client: SignedClient
     url: str
 
@@ -78,7 +74,7 @@ class Server:
             timeout_s=timeout_s,
             headers=[JSON],
             body=sent,
-            max_bytes=MAX_ANSWER,
+            max_bytes=self.max_answer,
         )
         if status != 200:
             raise (PathNotServed if status == 404 else NotWarmed)(_error_message(self.url, status, content))
@@ -160,6 +156,12 @@ async def warm_all(
 class Warming:
     """One document on one instance."""
 
+    max_tries = 3
+    """Number of attempts for a document of which the store drops blocks."""
+    stalled_s = 10.0
+    """After this many seconds without further blocks, no more are expected."""
+    poll_interval_s = 0.25
+
     def __init__(
         self, instance: Server, document: Document, cache_salt: str | None, timeout_s: float, on_progress: OnProgress
     ) -> None:
@@ -228,7 +230,7 @@ class Warming:
 
     async def _fill(self, blocks: KeptBlocks) -> KeptBlocks:
         """Compute until all tiers have it, or no more blocks arrive."""
-        for _ in range(MAX_TRIES):
+        for _ in range(self.max_tries):
             before = blocks
             blocks = await self._compute()
             if _is_complete(blocks) or _num_held(blocks) <= _num_held(before):
@@ -237,7 +239,7 @@ class Warming:
 
     async def _compute(self) -> KeptBlocks:
         """Compute it once. Returns when the store has all of it, or has nothing left to write, or no block of this
-        document came for `STALLED_S`: on a busy instance, there is always something of other requests to write."""
+        document came for `stalled_s`: on a busy instance, there is always something of other requests to write."""
         body = {"prompt": self._tokens, "max_tokens": 1, **self._salted()}
         answer = self._instance.ask("POST", "/v1/completions", body, dict[str, Any], self._timeout_s)
         computing = asyncio.create_task(answer)
@@ -249,11 +251,11 @@ class Warming:
                 if not is_computed or _num_held(blocks) != num_held:
                     num_held, since_s = _num_held(blocks), SYSTEM_CLOCK.monotonic()
                 if is_computed and (
-                    blocks.is_settled or _is_complete(blocks) or SYSTEM_CLOCK.monotonic() - since_s >= STALLED_S
+                    blocks.is_settled or _is_complete(blocks) or SYSTEM_CLOCK.monotonic() - since_s >= self.stalled_s
                 ):
                     computing.result()
                     return blocks
-                await asyncio.sleep(POLL_INTERVAL_S)
+                await asyncio.sleep(self.poll_interval_s)
         finally:
             computing.cancel()
             await asyncio.gather(computing, return_exceptions=True)

@@ -25,8 +25,6 @@ from kvferry.sim.targets import Targets, parse_targets
 from kvferry.sim.traffic import faster, part_of, read_traffic
 
 RATE, SECONDS, TOKENS, SEED = Bounds(0.001, 10_000), Bounds(1, 86_400), Bounds(1, 2**20), Bounds(0, 2**32)
-_LINE_S = 5.0
-"""Seconds between two lines of progress where nothing can be redrawn."""
 _SPLIT, _AGGREGATED = "as it is", "aggregated"
 
 
@@ -160,6 +158,9 @@ def draw(results: Mapping[str, LoadResult], path: Path) -> None:
 class _Progress:
     """Requests that have ended: a bar on a terminal, otherwise a line every few seconds."""
 
+    line_s = 5.0
+    """Seconds between two lines of progress where nothing can be redrawn."""
+
     def __init__(self, name: str, total: int) -> None:
         self._name, self._total, self._count = name, total, 0
         console = Console(stderr=True)
@@ -182,7 +183,7 @@ class _Progress:
         self._count += 1
         self._bar.advance(self._task)
         now = SYSTEM_CLOCK.monotonic()
-        if not self._is_terminal and now - self._shown_at >= _LINE_S:
+        if not self._is_terminal and now - self._shown_at >= self.line_s:
             self._shown_at = now
             sys.stderr.write(f"{self._name}: {self._count} of {self._total}\n")
 

@@ -15,14 +15,11 @@ from kvferry.http.headers import RawHeaders
 from kvferry.sim.targets import Targets
 from kvferry.sim.traffic import Arrival, TracePrompt
 
-MAX_OPEN = 4096
-"""Requests that are under way at one time; at more, the server is lost anyway, and further ones fail at once."""
 AGGREGATED: RawHeaders = [(b"x-kvferry-aggregate", b"1")]
 _POOL_TEXT = (
     "The quick brown fox jumps over the lazy dog while seven wise owls count stars above the quiet harbour, and every"
     " traveller who crosses the river at dawn pays the old ferryman with a story, a song or a small silver coin."
 )
-_MIN_POOL = 8
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,10 @@ class OpenLoop:
     """Sends a trace to one server. The tokens of its prompts are the server's own tokens of an English text, drawn with
     `seed`; prompts that share blocks in the trace share them here."""
 
+    min_pool = 8
+    max_open = 4096
+    """Requests that are under way at one time; at more, the server is lost anyway, and further ones fail at once."""
+
     def __init__(self, client: OpenAIClient, model: ServedModel, seed: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._client, self._model, self._seed, self._clock = client, model, seed, clock
         self._pool: list[int] = []
@@ -105,7 +106,7 @@ class OpenLoop:
             self._pool = sorted({int(token) for token in tokens})
         except (KvferryError, KeyError, TypeError, ValueError):
             self._pool = []
-        if self._pool and len(self._pool) < _MIN_POOL:
+        if self._pool and len(self._pool) < self.min_pool:
             raise ConfigError(f"{self._client.origin}: /tokenize has too few tokens of an English text")
         await self._client.stream(COMPLETIONS_PATH, self._body(Arrival(0.0, 16, 2), -1))
 
@@ -132,8 +133,8 @@ class OpenLoop:
         try:
             for number, arrival in enumerate(arrivals):
                 await asyncio.sleep(max(0.0, begun + arrival.at_s - self._clock.monotonic()))
-                if len(under_way) >= MAX_OPEN:
-                    outcomes.append(Sent(arrival, 0.0, None, f"{MAX_OPEN} requests were under way"))
+                if len(under_way) >= self.max_open:
+                    outcomes.append(Sent(arrival, 0.0, None, f"{self.max_open} requests were under way"))
                     continue
                 task = asyncio.create_task(send(arrival, number))
                 under_way.add(task)

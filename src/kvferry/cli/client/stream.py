@@ -23,10 +23,6 @@ from kvferry.http.headers import RawHeaders
 from kvferry.http.tls import client_context
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
-MAX_LINE_BYTES = 4 * 2**20
-"""Longest event that is read."""
-_MAX_ANSWER_BYTES = 64 * 2**20
-_MAX_ERROR_BYTES = 65536
 _ASK_S = 10.0
 
 
@@ -72,6 +68,11 @@ class ServedModel:
 
 class OpenAIClient:
     """Requests to one server. A context manager. Its methods raise `KvferryError` with what a user can do."""
+
+    max_error_bytes = 65536
+    max_answer_bytes = 64 * 2**20
+    max_line_bytes = 4 * 2**20
+    """Longest event that is read."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class OpenAIClient:
             async with asyncio.timeout(self._timeout_s):
                 await call.begun()
                 if call.status != 200:
-                    raise Unavailable(_refusal(call.status, await call.read(_MAX_ERROR_BYTES)))
+                    raise Unavailable(_refusal(call.status, await call.read(self.max_error_bytes)))
                 reply.request_id = _header(call.headers, b"x-request-id")
                 await self._read(call.pieces(), reply, on_text)
         except TimeoutError as error:
@@ -158,7 +159,7 @@ class OpenAIClient:
             now = self._clock.monotonic()
             total += len(chunk)
             *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > MAX_LINE_BYTES or total > _MAX_ANSWER_BYTES:
+            if len(rest) > self.max_line_bytes or total > self.max_answer_bytes:
                 reply.error = "the answer is too long to be read"
                 return
             for line in lines:
@@ -168,7 +169,7 @@ class OpenAIClient:
     async def _json(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
         headers = [*self._headers, *([(b"content-type", b"application/json")] if body is not None else [])]
         status, _, content = await self._client.ask(
-            self.origin, method, path, headers=headers, body=body, timeout_s=timeout_s, max_bytes=_MAX_ANSWER_BYTES
+            self.origin, method, path, headers=headers, body=body, timeout_s=timeout_s, max_bytes=self.max_answer_bytes
         )
         if status != 200:
             raise Unavailable(f"{self.origin}{path}: {_refusal(status, content)}")

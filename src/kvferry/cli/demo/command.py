@@ -49,8 +49,6 @@ LONG_PIECES, LONG_TOKENS = ("tarfile.py", "typing.py", "subprocess.py", "pickle.
 """Files whose beginnings are the long prompts, and how many of their tokens."""
 BAR_WIDTH = 13
 _ROUTER, _PLAIN = "router-0", "plain"
-_MAX_WAITING = 1000
-"""Lines that wait for an answer's end; of more, the last."""
 PHASES = (
     ("queue", "arrived", "prefill_started", "bright_black"),
     ("prefill", "prefill_started", "prefill_done", "blue"),
@@ -141,13 +139,16 @@ class _Watching:
     """A display that also notes who is up, and keeps log lines out of the middle of what the demo prints: while
     `printing`, they wait."""
 
+    max_waiting = 1000
+    """Lines that wait for an answer's end; of more, the last."""
+
     def __init__(self, inner: Display) -> None:
         self._inner = inner
         self.urls: dict[str, str] = {}
         self.up_beside, self.is_up = asyncio.Event(), asyncio.Event()
         """True if the plain instance serves, and the fleet."""
         self._printing = False
-        self._waiting: deque[tuple[str, str]] = deque(maxlen=_MAX_WAITING)
+        self._waiting: deque[tuple[str, str]] = deque(maxlen=self.max_waiting)
 
     @contextmanager
     def printing(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -20,9 +20,6 @@ from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 
 SHOWN_LINES = 4
-ANSWER_S = 60.0
-"""The longest wait for the first byte of an answer."""
-_MAX_ANSWER = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -52,13 +49,17 @@ class DemoAnswer:
 class Endpoint:
     """An address that the demo sends its requests to. Its methods raise `Unavailable` when the answer is an error."""
 
+    max_answer: ClassVar[int] = 16 * 2**20
+    answer_s: ClassVar[float] = 60.0
+    """The longest wait for the first byte of an answer."""
+
     client: HttpClient
     url: str
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """The whole answer."""
         async with self.posting(path, body) as answer:
-            return msgspec.json.decode(await answer.read(_MAX_ANSWER))
+            return msgspec.json.decode(await answer.read(self.max_answer))
 
     @asynccontextmanager
     async def posting(self, path: str, body: dict[str, Any]) -> AsyncIterator[Call]:
@@ -67,10 +68,10 @@ class Endpoint:
         encoded, headers = msgspec.json.encode(body), [(b"content-type", b"application/json")]
         answer = self.client.start(origin, "POST", path, headers, encoded)
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(self.answer_s):
                 await answer.begun()
             if answer.status != 200:
-                reason = (await answer.read(_MAX_ANSWER)).decode(errors="replace")
+                reason = (await answer.read(self.max_answer)).decode(errors="replace")
                 raise Unavailable(f"{self.url} answered {answer.status}: {reason[:300]}")
             yield answer
         finally:

@@ -27,9 +27,6 @@ from kvferry.observe.logs import TEXT, LogConfig, set_up_logging
 
 logger = logging.getLogger(__name__)
 
-_POLL_INTERVAL_S = 1.0
-"""Seconds between two checks of the file."""
-
 
 def add_to(fleet: App) -> None:
     """Give `kvferry fleet` this command."""
@@ -78,6 +75,9 @@ async def _run(followed: _Followed, display: Display) -> None:
 class _Followed:
     """A fleet's file. What can be carried out of it is written into the ledger as what is wanted."""
 
+    poll_interval_s = 1.0
+    """Seconds between two checks of the file."""
+
     def __init__(self, path: Path) -> None:
         """Raises `ConfigError` for a file that cannot be followed, unless it could be before: then that holds."""
         self._source = str(path.absolute())  # a link changes with what it points to
@@ -103,7 +103,7 @@ class _Followed:
     async def watch(self) -> None:
         """Follow the file whenever it changes, until this is cancelled."""
         while True:
-            await asyncio.sleep(_POLL_INTERVAL_S)
+            await asyncio.sleep(self.poll_interval_s)
             fleet = await self._file.follow()
             if fleet is self.fleet and not self._is_overruled():
                 continue

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import ClassVar
 
 import msgspec
 
@@ -34,11 +35,6 @@ CONTEXTS = (32, 256, 1024)
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048)
 TOKENS = 24
 """Tokens of each timed stream."""
-PAUSE_S = 0.2
-"""Before each measurement. A processor that was idle a moment ago is slower than one that has been busy for long, by a
-third on some machines; and so it is under most traffic."""
-_MAX_STREAMS = 4
-"""With more, a router and a client read several tokens at a time, as they seldom do."""
 _TEXTS = ("tarfile.py", "typing.py", "subprocess.py", "pickle.py", "inspect.py", "argparse.py")
 
 
@@ -97,6 +93,12 @@ class Calibration:
     """One run. `instance`: measured alone; `prefill`, `router`: P, and the router of it and of `instance`, which is D
     then; None where there are none."""
 
+    max_streams: ClassVar[int] = 4
+    """With more, a router and a client read several tokens at a time, as they seldom do."""
+    pause_s: ClassVar[float] = 0.2
+    """Before each measurement. A processor that was idle a moment ago is slower than one that has been busy for
+    long, by a third on some machines; and so it is under most traffic."""
+
     instance: Endpoint
     prefill: Endpoint | None
     router: Endpoint | None
@@ -152,10 +154,10 @@ class Calibration:
         endpoint = self.router or self.instance
         tokens = TOKENS + 2 * number  # they begin one after the other
         prompts = [self.texts.prompt(context) for _ in range(number)]
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(self.pause_s)
         before = self.cpu_s() if self.cpu_s is not None else 0.0
         answers = await asyncio.gather(*(endpoint.ask(prompt, tokens) for prompt in prompts))
-        if self.cpu_s is not None and number <= _MAX_STREAMS:
+        if self.cpu_s is not None and number <= self.max_streams:
             self.read_s.append((self.cpu_s() - before, number * tokens))
         begins = max(prompt.token_times_s[0] for prompt in answers)
         ends = min(prompt.token_times_s[-1] for prompt in answers)
@@ -165,7 +167,7 @@ class Calibration:
 
     async def _prefill(self, length: int) -> None:
         """The prefill of one prompt on an idle instance; if there is a router, handed off to D, which waits for it."""
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(self.pause_s)
         answer = await (self.router or self.instance).ask(self.texts.prompt(length), 2)
         ends = (
             min(length, (index + 1) * self.limits.max_num_batched_tokens)
@@ -180,7 +182,7 @@ class Calibration:
         """The transfer of a prompt's KV, which begins when P has computed it."""
         if self.prefill is None:
             return
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(self.pause_s)
         prompt = self.texts.prompt(length)
         produced = await self.prefill.ask(prompt, 1, kv_transfer_params={"do_remote_decode": True})
         answer = await self.instance.ask(prompt, 2, kv_transfer_params=produced.kv_transfer_params)
@@ -213,7 +215,7 @@ class Calibration:
         """Measure the overhead of a short request besides its prefill, of an instance alone and behind a router."""
         for endpoint, durations in ((self.instance, self.alone_s), (self.router, self.routed_s)):
             if endpoint is not None:
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(self.pause_s)
                 answer = await endpoint.ask(self.texts.prompt(PROMPTS[0]), 1)
                 ttft_s = answer.token_times_s[0] - answer.asked_s
                 durations.append(ttft_s - _span(answer, "prefill_started", "prefill_done"))

@@ -27,10 +27,6 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.fleet.display import Display, make_display
 from kvferry.observe.logs import LogConfig, TextFormatter, set_up_logging
 
-PROGRESS_INTERVAL_S = 5.0
-"""Seconds between two lines about a process that loads, where nothing can be redrawn."""
-_MAX_SHOWN = 64
-"""Kinds of warnings that are shown; the file has all."""
 _WARNING = re.compile(r"[-\d]+ [:.\d]+ (?:WARNING|ERROR|CRITICAL) (?P<message>.*)")
 """A line in the format of `kvferry.observe.logs`."""
 _NUMBERS = re.compile(r"\d+")
@@ -69,6 +65,11 @@ def is_collected() -> bool:
 class QuietDisplay:
     """A `Display`. `file` has all log lines; warnings and errors are shown too, each kind once."""
 
+    max_shown = 64
+    """Kinds of warnings that are shown; the file has all."""
+    progress_interval_s = 5.0
+    """Seconds between two lines about a process that loads, where nothing can be redrawn."""
+
     def __init__(self, summary: ServeSummary, file: LogFile, clock: Clock = SYSTEM_CLOCK) -> None:
         self._summary, self._file, self._clock = summary, file, clock
         self._console = Console(stderr=True, highlight=False)
@@ -106,7 +107,10 @@ class QuietDisplay:
         self._file.write(f"[{name}] {what} ({fraction:.0%})")
         if self._bars is not None and name in self._tasks:
             self._bars.update(self._tasks[name], description=what, completed=min(fraction, 0.99))
-        elif not self._is_up and (now := self._clock.monotonic()) - self._shown_at.get(name, now) > PROGRESS_INTERVAL_S:
+        elif (
+            not self._is_up
+            and (now := self._clock.monotonic()) - self._shown_at.get(name, now) > self.progress_interval_s
+        ):
             self._shown_at[name] = now
             self._print(f"· {name:<10} {what} ({fraction:.0%})")
 
@@ -144,7 +148,7 @@ class QuietDisplay:
             return
         message = match["message"].splitlines()[0]
         kind = _NUMBERS.sub("", message)
-        if kind not in self._shown and len(self._shown) < _MAX_SHOWN:
+        if kind not in self._shown and len(self._shown) < self.max_shown:
             self._shown.add(kind)
             self._print(f"! {name}: {message.partition(': ')[2] or message}", "yellow")
 

@@ -19,14 +19,15 @@ from kvferry.core.names import resolve
 
 EVENTS = "kvferry.cli.watch.follow:events"
 """Resolved when it is needed: it imports what serves a page."""
-_JOIN_S = 2.0
-_AGAIN_S = 5.0
-"""Seconds before a stream that ended is opened again."""
 
 
 class LiveLine:
     """Follows the page's stream in a thread of its own, with a loop of its own: the loop of the process may be busy
     with a step. It ends in silence where the stream cannot be read."""
+
+    again_s = 5.0
+    """Seconds before a stream that ended is opened again."""
+    join_s = 2.0
 
     def __init__(self, console: Console, url: str, summary: ServeSummary) -> None:
         self._address = RouterAddress(router=reachable_url(url), admin_key=summary.admin_key, tls_ca=summary.tls_ca)
@@ -47,7 +48,7 @@ class LiveLine:
         if self._loop is not None:
             with suppress(RuntimeError):  # it has ended by itself
                 self._loop.call_soon_threadsafe(self._following.cancel)
-        self._thread.join(_JOIN_S)
+        self._thread.join(self.join_s)
         self._live.stop()
 
     def _run(self) -> None:
@@ -64,7 +65,7 @@ class LiveLine:
                 async for content in stream:
                     self._state.apply(content)
                     self._live.update(Text(load_text(self._state), style="dim", no_wrap=True), refresh=True)
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(self.again_s)
 
 
 def load_text(state: WatchedState) -> str:

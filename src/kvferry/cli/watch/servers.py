@@ -19,8 +19,6 @@ from kvferry.http.tls import client_context
 
 CHECK_PATH, INSTANCES_PATH = "/kvferry/check", "/kvferry/instances"
 _ASK_S = 5.0
-_MAX_BYTES = 4 * 2**20
-_MAX_REASON = 300
 
 
 class InstanceView(msgspec.Struct):
@@ -53,6 +51,9 @@ class _Listed(msgspec.Struct):
 class Servers:
     """Asks servers of one deployment as its operator. A context manager."""
 
+    max_reason = 300
+    max_bytes = 4 * 2**20
+
     def __init__(self, tls_ca: Path | None = None, admin_key: str | None = None) -> None:
         tls = client_context(tls_ca)
         self._http = HttpClient(tls=tls, client_name="this command")
@@ -68,7 +69,7 @@ class Servers:
     async def get(self, url: str, path: str, timeout_s: float = _ASK_S) -> tuple[int, bytes]:
         """The status and the body. Raises `KvferryError`."""
         status, _, body = await self._client.ask(
-            Origin.parse(url), "GET", path, purpose="operate", timeout_s=timeout_s, max_bytes=_MAX_BYTES
+            Origin.parse(url), "GET", path, purpose="operate", timeout_s=timeout_s, max_bytes=self.max_bytes
         )
         return status, body
 
@@ -110,4 +111,4 @@ class Servers:
             return CheckResult(instance, str(error))
         if status in (401, 403, 404):
             return CheckResult(instance, is_checked=False)
-        return CheckResult(instance, "" if status == 200 else body[:_MAX_REASON].decode(errors="replace"))
+        return CheckResult(instance, "" if status == 200 else body[: self.max_reason].decode(errors="replace"))

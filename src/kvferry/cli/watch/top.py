@@ -26,8 +26,6 @@ from kvferry.core.process_exit import run_async
 from kvferry.http.tls import client_context
 
 COLUMNS = ("Role", "Instance", "State", "Running", "Waiting", "KV", "Held", "Engine")
-_AGAIN_S = 2.0
-"""Seconds before a lost router is asked again."""
 
 
 def top(
@@ -80,6 +78,9 @@ class Top(App[None]):
     """Shows the stream that `connect` opens; a lost router is asked again until the user leaves. `failure`: the error
     that ended it, empty if the user did."""
 
+    again_s = 2.0
+    """Seconds before a lost router is asked again."""
+
     TITLE = "kvferry top"
     ENABLE_COMMAND_PALETTE = False
     CSS = """
@@ -129,7 +130,7 @@ class Top(App[None]):
                 error = str(loss)
             self._lost = self._lost or f"lost since {time_of_day(SYSTEM_CLOCK.wall())}: {error}"
             self.show()
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(self.again_s)
 
     def show(self) -> None:
         """Show the state."""

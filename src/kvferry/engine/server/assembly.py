@@ -19,16 +19,15 @@ CONTINUED = "kv_transfer_params"
 CONTEXT_TOKENS = 8
 """Tokens of the prompt that are decoded first, so that the answer's first token is decoded in context."""
 
-_MAX_CHARACTER = 4
-"""Bytes of the longest UTF-8 character; at most one byte less can be pending, with one byte for each token."""
-
-_MAX_PENDING = 64
-"""Max number of tokens without text; more are decoded as far as possible. Otherwise a run of bytes that are not text
-would be decoded from its beginning with each token."""
-
 
 class Detokenizer:
     """Decodes one sequence, token by token."""
+
+    max_pending = 64
+    """Max number of tokens without text; more are decoded as far as possible. Otherwise a run of bytes that are not
+    text would be decoded from its beginning with each token."""
+    max_character = 4
+    """Bytes of the longest UTF-8 character; at most one byte less can be pending, with one byte for each token."""
 
     def __init__(self, backend: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._backend = backend
@@ -37,7 +36,7 @@ class Detokenizer:
         self._pending: list[int] = []
         for token_id in context[-CONTEXT_TOKENS:]:
             self.step(token_id)
-        if len(self._pending) >= _MAX_CHARACTER:  # bytes that are not text, or tokens without text
+        if len(self._pending) >= self.max_character:  # bytes that are not text, or tokens without text
             self._stream, self._pending = self._new_stream(), []
 
     def step(self, token_id: int) -> str:
@@ -50,7 +49,7 @@ class Detokenizer:
         if text is not None:
             self._pending.clear()
             return str(text)
-        return self._restart(keep=_MAX_CHARACTER - 1) if len(self._pending) > _MAX_PENDING else ""
+        return self._restart(keep=self.max_character - 1) if len(self._pending) > self.max_pending else ""
 
     def flush(self) -> str:
         """The remaining text at the end; replacement characters for bytes that are not text."""

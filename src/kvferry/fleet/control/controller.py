@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 _SETTLED_TICK_S, _BUSY_TICK_S, _MIN_TICK_S = 0.5, 0.1, 0.02
 _SOON_S = 1.0
 """Seconds of waiting for the end of members before their names are shown."""
-_LEAVE_S = 5.0
-"""Seconds that a member which is needed no more may take to end."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,9 @@ class Controller:
     cannot. `waits`: until another controller of the fleet has ended, if there is one. `follows`: the same process
     copies a file into the ledger as long as this controller acts. `grace_s`: seconds that members have for running
     requests when everything ends."""
+
+    leave_s = 5.0
+    """Seconds that a member which is needed no more may take to end."""
 
     def __init__(
         self,
@@ -283,7 +284,7 @@ class Controller:
                 if failed:
                     self._member_failed(member, why)
                 observer.stopping.add(name)
-                running.begin(self._stop(name, 0.0 if failed else _LEAVE_S))
+                running.begin(self._stop(name, 0.0 if failed else self.leave_s))
             case SwitchRole(role=role, why=why):
                 self._ledger.record("role", name, f"{role}: {why}")
                 self._display.note(f"{name} becomes {role}: {why}")

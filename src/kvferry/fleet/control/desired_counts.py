@@ -28,13 +28,14 @@ from kvferry.fleet.spec.fleet_spec import MOST, DesiredFleet, MemberRole, RoleSp
 
 logger = logging.getLogger(__name__)
 
-_MAX_DECISIONS = 32
-_CLOCK_STEP_S = 5.0
-"""A wall clock that goes on by so much more or less than the monotonic one has been set, or the machine was asleep."""
-
 
 class Scaling:
     """The counts of one fleet, with or without `[scale]`; without it, the spec has them."""
+
+    clock_step_s = 5.0
+    """A wall clock that goes on by so much more or less than the monotonic one has been set, or the machine
+    was asleep."""
+    max_decisions = 32
 
     def __init__(self, ledger: Ledger, clock: Clock) -> None:
         self._ledger, self._clock = ledger, clock
@@ -44,7 +45,7 @@ class Scaling:
         self._wall_ahead_s = 0.0
         """Seconds by which the wall clock was ahead of the monotonic one when both were read last."""
         self._decision: ScalingDecision | None = None
-        self._decisions = deque[Decided](maxlen=_MAX_DECISIONS)
+        self._decisions = deque[Decided](maxlen=self.max_decisions)
         self._starting: dict[str, float] = {}
         self._starts_s: float | None = None
 
@@ -143,7 +144,7 @@ class Scaling:
         self._record_starts(seen)
         if self._meter is None:
             self._meter = TrafficMeter(seconds(scale.interval), wall)
-        elif abs(wall - now - self._wall_ahead_s) > _CLOCK_STEP_S:
+        elif abs(wall - now - self._wall_ahead_s) > self.clock_step_s:
             logger.warning("the clock was set by %.0f s; requests are measured anew", wall - now - self._wall_ahead_s)
             self._meter.clock_was_set(wall)
             self._memory = msgspec.structs.replace(self._memory, changed_at=wall)  # nothing is released for a while

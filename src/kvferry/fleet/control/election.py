@@ -19,13 +19,13 @@ from kvferry.fleet.processes.start_time import started_at
 
 logger = logging.getLogger(__name__)
 
-_TRY_AGAIN_S = 0.5
-"""Seconds between two attempts of a controller that waits."""
-
 
 class Election:
     """One controller's leadership, from `win` until `close`. `waits`: until another controller has ended, if there is
     one. `follows`: as in `LeaderRecord`. `ended` is done once the controller is to end: then it waits no longer."""
+
+    try_again_s = 0.5
+    """Seconds between two attempts of a controller that waits."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Election:
 
     async def _has_ended(self) -> bool:
         """Pause; True if the controller is to end."""
-        await asyncio.wait([self._ended], timeout=_TRY_AGAIN_S)
+        await asyncio.wait([self._ended], timeout=self.try_again_s)
         return self._ended.done()
 
     async def remove(self) -> None:

@@ -12,6 +12,7 @@ import os
 import signal
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
@@ -19,14 +20,13 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.fleet.control.leadership import Leadership
 from kvferry.fleet.processes.start_time import started_at
 
-BEAT_S = 1.0
-HUNG_S = 20.0
-"""Seconds without a heartbeat after which a controller counts as hung."""
-
 
 class LeaderRecord(msgspec.Struct, frozen=True):
     """The controller that acts. `started`: as in `started_at`. `beat`: the time of its last heartbeat, in seconds of
     the monotonic clock, which all processes of a machine share. `follows`: it applies a file to the fleet."""
+
+    hung_s: ClassVar[float] = 20.0
+    """Seconds without a heartbeat after which a controller counts as hung."""
 
     pid: int
     started: int
@@ -41,7 +41,7 @@ class LeaderRecord(msgspec.Struct, frozen=True):
     @property
     def hangs(self) -> bool:
         """True if the controller hangs."""
-        return self.silent_s > HUNG_S
+        return self.silent_s > self.hung_s
 
     def kill(self) -> None:
         """End its process, if that is still the same."""
@@ -56,6 +56,8 @@ class LeaderRecord(msgspec.Struct, frozen=True):
 
 class FileLeadership(Leadership):
     """The lock on the file at `path`, until `close` or the end of this process. `follows`: as in `LeaderRecord`."""
+
+    beat_s = 1.0
 
     def __init__(self, path: Path, *, follows: bool = False) -> None:
         self._path, self._follows = path, follows
@@ -86,10 +88,10 @@ class FileLeadership(Leadership):
             os.pwrite(self._descriptor, text.ljust(128), 0)
 
     async def heartbeat(self) -> None:
-        """Write it once per `BEAT_S`, for as long as this process's event loop turns."""
+        """Write it once per `beat_s`, for as long as this process's event loop turns."""
         while self.is_held:
             self.write()
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self.beat_s)
 
     async def release(self) -> None:
         """Let another controller act."""

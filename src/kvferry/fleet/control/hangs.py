@@ -14,7 +14,6 @@ logger = logging.getLogger(__name__)
 
 _CHECKS_PER_TIMEOUT = 4
 """Health checks, at least, before a member counts as hung."""
-_CHECK_EVERY_S = 5.0
 
 OnHung = Callable[[str, str], Coroutine[Any, Any, None]]
 """Called with the name of a member that hangs, and the reason."""
@@ -22,6 +21,8 @@ OnHung = Callable[[str, str], Coroutine[Any, Any, None]]
 
 class HangWatch:
     """Checks the health of each serving member; owns a task for each."""
+
+    check_every_s = 5.0
 
     def __init__(self, on_hung: OnHung) -> None:
         self._on_hung = on_hung
@@ -47,7 +48,7 @@ class HangWatch:
         ones: a member that is slow does not hang. One without a `health_url` must have answered once before, since its
         health may be served elsewhere. Only the pauses between checks count, so that a machine that was suspended does
         not blame its members for it."""
-        every_s = min(_CHECK_EVERY_S, timeout_s / _CHECKS_PER_TIMEOUT)
+        every_s = min(self.check_every_s, timeout_s / _CHECKS_PER_TIMEOUT)
         silent_s, has_answered = 0.0 if member.health_url else float("-inf"), False
         checks: set[asyncio.Task[int]] = set()
         try:

@@ -31,8 +31,6 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
 logger = logging.getLogger(__name__)
 
-_MAX_HISTORY_BYTES = 4 * 2**20
-"""Largest size of the history; beyond, its older half is removed."""
 _LOCKED_S, _TRY_AGAIN_S = 5.0, 0.02
 """Seconds that another process may take to change the desired state, which needs milliseconds; seconds between two
 attempts to lock it."""
@@ -84,6 +82,9 @@ class FleetStatus(msgspec.Struct, frozen=True):
 
 class Ledger:
     """The files of one fleet, in a folder that only its user can read: settings may contain keys."""
+
+    max_history_bytes = 4 * 2**20
+    """Largest size of the history; beyond, its older half is removed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -182,7 +183,7 @@ class Ledger:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(descriptor, line)
-            is_long = os.fstat(descriptor).st_size > _MAX_HISTORY_BYTES
+            is_long = os.fstat(descriptor).st_size > self.max_history_bytes
         finally:
             os.close(descriptor)
         if is_long:

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 REGISTERS_S = 30.0
 """Seconds after a router first answers in which all serving instances register: two leases."""
-_LOOK_S = 1.0
 
 
 def read_recommended(path: Path) -> DesiredFleet:
@@ -51,6 +50,8 @@ def read_recommended(path: Path) -> DesiredFleet:
 
 class Recommender:
     """Recommends the counts of one fleet. `registers_s`: see `REGISTERS_S`."""
+
+    look_s = 1.0
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Recommender:
         """Recommend until cancelled. Raises `ConfigError` for a router with another token."""
         while True:
             await self.look()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(self.look_s)
 
     async def look(self) -> FleetPlan | None:
         """Do one round; returns the plan that was sent to the routers. None: it is not known yet."""

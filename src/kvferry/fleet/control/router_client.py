@@ -25,7 +25,6 @@ Answered = TypeVar("Answered")
 _ASK_S, _SILENT_ROUTER_S = 5.0, 1.0
 """Deadlines of a reply, and of a reply from a router that did not answer last: a router that hangs must not delay the
 others."""
-_MAX_BYTES = 64 * 2**20
 
 
 class ReportedLimits(msgspec.Struct, frozen=True):
@@ -62,6 +61,8 @@ class _InstanceList(msgspec.Struct):
 
 class RouterClient:
     """Owns the connections to the routers. All its requests are signed for operators."""
+
+    max_bytes = 64 * 2**20
 
     def __init__(self, token: str = "") -> None:
         """`token`: the fleet's; default: from this process's environment, or this user's."""
@@ -135,7 +136,7 @@ class RouterClient:
         origin = Origin.parse(router)
         try:
             status, _, answer = await self._client.ask(
-                origin, "GET", target, purpose="operate", timeout_s=_ASK_S, max_bytes=_MAX_BYTES
+                origin, "GET", target, purpose="operate", timeout_s=_ASK_S, max_bytes=self.max_bytes
             )
             return msgspec.json.decode(answer, type=kind) if status == 200 else None
         except (KvferryError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -147,7 +148,7 @@ class RouterClient:
         origin, within_s = Origin.parse(router), _SILENT_ROUTER_S if router in self._silent else _ASK_S
         try:
             status, _, answer = await self._client.ask(
-                origin, method, _PATH, purpose="operate", timeout_s=within_s, body=body, max_bytes=_MAX_BYTES
+                origin, method, _PATH, purpose="operate", timeout_s=within_s, body=body, max_bytes=self.max_bytes
             )
             if status != 200:
                 self._log_refusal(router, f"{method} {_PATH} with {status}: {answer[:300].decode(errors='replace')}")

@@ -20,11 +20,12 @@ _USAGE = re.compile(r"\S+: error: (.+)")
 """How `argparse` reports an error."""
 _LOCATION = re.compile(r'  File "(.+)", line (\d+)')
 _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+(?::|$))")
-_MAX_CHARS = 1000
 
 
 class ExitCause:
     """`feed` it each line. `text`: the first cause in them, in one line, or empty."""
+
+    max_chars = 1000
 
     def __init__(self) -> None:
         self.text = ""
@@ -59,13 +60,13 @@ class ExitCause:
     def _end(self, exception: str, place: str) -> None:
         if ":" not in exception:  # it says nothing but its name
             exception = f"{exception} in {place}"
-        self.text = (f"{self._library} ({exception})" if self._library else exception)[:_MAX_CHARS]
+        self.text = (f"{self._library} ({exception})" if self._library else exception)[: self.max_chars]
 
     def _continue(self, source: str, text: str) -> None:
         """Messages of several lines are indented from the second one, as pydantic's are."""
         if source != self._message_of:
             return
         if text.startswith("  ") and "For further information" not in text:
-            self.text = f"{self.text}: {text.strip().partition(' [type=')[0]}"[:_MAX_CHARS]
+            self.text = f"{self.text}: {text.strip().partition(' [type=')[0]}"[: self.max_chars]
         else:
             self._message_of = None

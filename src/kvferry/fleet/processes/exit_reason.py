@@ -15,7 +15,6 @@ EXIT_USER_ERROR = 2
 """Exit code of a process with wrong settings; a restart would end in the same way."""
 ERROR_PREFIX = "kvferry: error: "
 """How the line begins in which a process reports wrong settings."""
-_MAX_LINES = 20
 
 
 def exit_code_of(run: Callable[[], int]) -> int:
@@ -48,8 +47,10 @@ class Ended:
 class LogTail:
     """The last lines of a member's log."""
 
+    max_lines = 20
+
     def __init__(self) -> None:
-        self.lines: deque[str] = deque(maxlen=_MAX_LINES)
+        self.lines: deque[str] = deque(maxlen=self.max_lines)
         self._first_cause = ExitCause()
 
     def add(self, line: str, *, has_served: bool) -> None:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-_TREND_S = 180.0
-"""Seconds in which a trend is looked for; at least half of them must be known."""
 _SURE = 3.0
 """Number of standard errors beyond which a slope counts as a trend."""
-_MAX_GROWTH = 2.0
-"""A trend is followed up to this many times the current rate."""
 
 
 @dataclass(frozen=True)
 class Demand:
     """Arrivals in bins of `bin_s` seconds each, the oldest first."""
+
+    max_growth: ClassVar[float] = 2.0
+    """A trend is followed up to this many times the current rate."""
+    trend_s: ClassVar[float] = 180.0
+    """Seconds in which a trend is looked for; at least half of them must be known."""
 
     counts: Sequence[float]
     bin_s: float
@@ -38,10 +40,10 @@ class Demand:
         """The factor, 1 or more, from the rate of the last `recent_s` to the rate in `within_s` from now. It is more
         than 1 if a straight line through the last bins rises significantly, and fits them better than any single step
         from one rate to another. After a step, as when requests come after a pause, the rate stays as it is."""
-        counts = np.asarray(self._last(_TREND_S))
+        counts = np.asarray(self._last(self.trend_s))
         number = len(counts)
         recent = self.mean(recent_s)
-        if number * self.bin_s < _TREND_S / 2 or not recent:
+        if number * self.bin_s < self.trend_s / 2 or not recent:
             return 1.0
         offset = np.arange(number) - (number - 1) / 2
         slope = float((offset * counts).sum() / (offset**2).sum())
@@ -53,7 +55,7 @@ class Demand:
             return 1.0
         ahead = (number - 1) / 2 + within_s / self.bin_s
         expected = (float(counts.mean()) + slope * ahead) / self.bin_s
-        return min(max(1.0, expected / recent), _MAX_GROWTH)
+        return min(max(1.0, expected / recent), self.max_growth)
 
     def _last(self, for_s: float) -> Sequence[float]:
         return self.counts[-max(1, round(for_s / self.bin_s)) :]

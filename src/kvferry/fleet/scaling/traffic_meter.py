@@ -26,12 +26,6 @@ MAX_REQUESTS = 1024
 """Requests of each router that are read."""
 LOOK_BACK_S = 3600
 """Seconds; older requests say nothing about present ones."""
-MAX_OBSERVATIONS = 4096
-"""Number of a fleet's newest requests that are stored."""
-_MAX_BINS = 4096
-_MAX_ROUTERS = 256
-_AHEAD_S = 5.0
-"""Seconds by which a router's clock may be ahead, once clocks have been set."""
 _MIN_TOKENS = 4
 """An answer of fewer says nothing about a step's time."""
 _MIN_STEP_S = 1e-4
@@ -48,11 +42,18 @@ _Key = tuple[str, float, int]
 class TrafficMeter:
     """The observed requests of one fleet. Times are in wall-clock seconds."""
 
+    ahead_s = 5.0
+    """Seconds by which a router's clock may be ahead, once clocks have been set."""
+    max_routers = 256
+    max_bins = 4096
+    max_observations = 4096
+    """Number of a fleet's newest requests that are stored."""
+
     def __init__(self, bin_s: float, now: float) -> None:
         self._bin_s, self._began_at = bin_s, now
         self._num_arrived: dict[str, int] = {}
         """Number of requests that have arrived, by router, in its last report."""
-        self._bins = deque[float](maxlen=_MAX_BINS)
+        self._bins = deque[float](maxlen=self.max_bins)
         self._bin_began_at, self._last_arrival_at = now, now
         self._num_in_bin = 0.0
         self._num_waiting = 0
@@ -84,7 +85,7 @@ class TrafficMeter:
                 self._last_arrival_at = now
             self._num_arrived.pop(router, None)
             self._num_arrived[router] = report.num_arrived
-        for router in list(self._num_arrived)[:-_MAX_ROUTERS]:  # one that does not answer now may do so again
+        for router in list(self._num_arrived)[: -self.max_routers]:  # one that does not answer now may do so again
             del self._num_arrived[router]
         self._num_waiting = sum(request.num_waiting for request in reports.values())
         requests = sorted(
@@ -98,19 +99,19 @@ class TrafficMeter:
         self._is_warm = lambda request: _is_warm(request, ready_at, warm_s)
 
     def _store(self, reports: Mapping[str, TrafficReport], now: float) -> None:
-        until = math.inf if self._since == -math.inf else now + _AHEAD_S
+        until = math.inf if self._since == -math.inf else now + self.ahead_s
         for router, report in reports.items():
             lately = (request for request in report.requests if self._since <= request.arrived <= until)
             keyed = (((router, request.arrived, request.prompt_tokens), request) for request in lately)
             self._known.update((key, request) for key, request in keyed if key not in self._ignored)
-        newest = sorted(self._known.items(), key=lambda item: item[1].arrived)[-MAX_OBSERVATIONS:]
+        newest = sorted(self._known.items(), key=lambda item: item[1].arrived)[-self.max_observations :]
         self._known = {key: request for key, request in newest if request.state != "failed"}
 
     def _begin(self, requests: Sequence[RequestObservation], now: float) -> None:
         """Count the requests of an earlier process, from before the first report."""
         if not requests:
             return
-        first = max(requests[0].arrived, now - _MAX_BINS * self._bin_s)
+        first = max(requests[0].arrived, now - self.max_bins * self._bin_s)
         num_bins = int((now - first) / self._bin_s)
         if num_bins > 0:
             counts, _ = np.histogram([request.arrived for request in requests], bins=num_bins, range=(first, now))
@@ -121,7 +122,7 @@ class TrafficMeter:
     def _close_bins(self, now: float) -> None:
         elapsed = now - self._bin_began_at
         if elapsed >= self._bin_s:
-            number = min(int(elapsed / self._bin_s), _MAX_BINS)
+            number = min(int(elapsed / self._bin_s), self.max_bins)
             self._bins.extend([self._num_in_bin * self._bin_s / elapsed] * number)
             self._bin_began_at, self._num_in_bin = now, 0.0
 
@@ -140,7 +141,9 @@ class TrafficMeter:
         workload = None
         if times is not None:
             first = observations[0].arrived
-            began = max(now - hold_s, first if len(observations) == MAX_OBSERVATIONS else min(first, self._began_at))
+            began = max(
+                now - hold_s, first if len(observations) == self.max_observations else min(first, self._began_at)
+            )
             lately = [request for request in observations if request.arrived >= began] or observations[-1:]
             workload = workload_of(lately, times, min(began, lately[0].arrived), now)
         num_known = sum(request.state == "done" for request in warm)

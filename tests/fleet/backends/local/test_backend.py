@@ -497,7 +497,7 @@ async def test_what_is_no_folder_is_removed_and_what_it_points_to_stays(folder: 
 
 async def test_a_folder_that_somebody_removes_is_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some systems remove what a user has in memory when he logs out."""
-    monkeypatch.setattr("kvferry.fleet.backends.local.member._KEEP_EVERY_S", 0.1)
+    monkeypatch.setattr("kvferry.fleet.backends.local.member.LocalMember.keep_every_s", 0.1)
     async with backend(folder) as (one, _):
         await start(one, "decode-0")
         await until(one, "decode-0", MemberState.SERVING)

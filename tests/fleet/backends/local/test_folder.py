@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.fleet.backends.local import folder as module
-from kvferry.fleet.backends.local.folder import MAX_LINE, FileTail, MemberFolder, MemberRecord
+from kvferry.fleet.backends.local.folder import FileTail, MemberFolder, MemberRecord
 from kvferry.fleet.processes.start_time import started_at
 
 ABOUT = MemberRecord(name="decode-0", role="decode", revision="r", unit="", number=3, cores=(1, 2), url="http://a:1")
@@ -108,7 +108,9 @@ def test_lines_come_when_they_are_complete(tmp_path: Path) -> None:
     tail.close()
 
 
-@pytest.mark.parametrize("length", [MAX_LINE - 1, MAX_LINE, MAX_LINE + 1, 5 * MAX_LINE + 7])
+@pytest.mark.parametrize(
+    "length", [FileTail.max_line - 1, FileTail.max_line, FileTail.max_line + 1, 5 * FileTail.max_line + 7]
+)
 def test_long_lines_come_in_pieces_and_whole(tmp_path: Path, length: int) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"x" * length + b"\nnext\n")
@@ -116,7 +118,7 @@ def test_long_lines_come_in_pieces_and_whole(tmp_path: Path, length: int) -> Non
     *pieces, last = tail.lines()
     assert last == b"next"
     assert b"".join(pieces) == b"x" * length
-    assert max(map(len, pieces)) <= 2 * MAX_LINE
+    assert max(map(len, pieces)) <= 2 * FileTail.max_line
     tail.close()
 
 
@@ -132,7 +134,7 @@ def test_what_was_there_may_be_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_log_is_bounded_and_no_line_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_LOG_BYTES", 100)
+    monkeypatch.setattr(module.FileTail, "max_log_bytes", 100)
     path = tmp_path / "log"
     path.touch()
     tail, seen = FileTail(path, bounded=True), []
@@ -148,7 +150,7 @@ def test_a_log_is_bounded_and_no_line_is_lost(tmp_path: Path, monkeypatch: pytes
 
 
 def test_messages_are_never_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_LOG_BYTES", 10)
+    monkeypatch.setattr(module.FileTail, "max_log_bytes", 10)
     path = tmp_path / "messages"
     path.write_bytes(b"a long message\n")
     tail = FileTail(path)

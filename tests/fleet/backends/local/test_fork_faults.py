@@ -173,7 +173,7 @@ class Fleet:
 @pytest.fixture
 def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grace periods are exactly as they are told."""
-    monkeypatch.setattr(foreground, "END_MARGIN_S", 0.0)
+    monkeypatch.setattr(foreground.AttendedFleet, "end_margin_s", 0.0)
 
 
 async def test_a_child_that_nobody_wants_any_more_is_ended_and_the_next_is_forked(runs: Runs) -> None:
@@ -227,7 +227,7 @@ async def test_the_end_while_the_second_is_forked(runs: Runs, monkeypatch: pytes
 async def test_the_end_while_the_forking_process_is_started_anew(
     program: str, runs: Runs, monkeypatch: pytest.MonkeyPatch, no_margin: None
 ) -> None:
-    monkeypatch.setattr(fork_server, "_END_S", HANGS_S)
+    monkeypatch.setattr(fork_server._Server, "end_s", HANGS_S)
     others, one = children(), Fleet()
     async with asyncio.timeout(HANGS_S):
         await one.up()
@@ -247,8 +247,12 @@ async def test_one_that_stands_still_is_waited_for_no_longer_than_told(
     others, one = children(), Fleet()
     async with asyncio.timeout(HANGS_S):
         await one.up()
-        for name, module in (("_FORK_S", fork_server), ("_END_S", fork_server), ("_KILLED_S", member)):
-            monkeypatch.setattr(module, name, 0.2)
+        for owner, name in (
+            (fork_server._Server, "fork_s"),
+            (fork_server._Server, "end_s"),
+            (member.LocalMember, "killed_s"),
+        ):
+            monkeypatch.setattr(owner, name, 0.2)
         os.kill(one.forking, signal.SIGSTOP)
         assert await fork(one.server) is None
         one.attended.stop()
@@ -278,8 +282,8 @@ async def test_ctrl_c_ends_everything_within_the_grace_while_the_forking_process
     others, one = children(), Fleet(grace_s=HANGS_S)
     async with asyncio.timeout(HANGS_S):
         await one.up()
-        monkeypatch.setattr(fork_server, "_FORK_S", 0.2)
-        monkeypatch.setattr(fork_server, "_END_S", 0.2)
+        monkeypatch.setattr(fork_server._Server, "fork_s", 0.2)
+        monkeypatch.setattr(fork_server._Server, "end_s", 0.2)
         instances = one.instances() - others
         os.kill(one.forking, signal.SIGSTOP)
         os.kill(min(instances), signal.SIGTERM)
@@ -290,8 +294,8 @@ async def test_ctrl_c_ends_everything_within_the_grace_while_the_forking_process
 
 
 async def test_imports_that_take_too_long_are_not_waited_for(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_IMPORT_S", 0.1)
-    monkeypatch.setattr(fork_server, "_END_S", HANGS_S)  # one that imports does not hear that it shall end
+    monkeypatch.setattr(fork_server._Server, "import_s", 0.1)
+    monkeypatch.setattr(fork_server._Server, "end_s", HANGS_S)  # one that imports does not hear that it shall end
     runs(IMPORTS_FOR_EVER)
     async with forking() as (server, _):
         assert await fork(server) is None
@@ -316,7 +320,7 @@ async def test_children_go_on_when_the_forking_process_dies(runs: Runs) -> None:
 
 
 async def test_a_message_that_is_not_understood_ends_all_waits(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_END_S", 0.1)
+    monkeypatch.setattr(fork_server._Server, "end_s", 0.1)
     runs(ANSWERS_WITH_REQUESTS)
     async with forking() as (server, _):
         with pytest.raises(OSError, match="has ended"):
@@ -339,7 +343,7 @@ async def test_a_request_that_is_half_sent_is_followed_by_none(
         assert await fork(server) is not None
         assert server.pid is not None
         os.kill(server.pid, signal.SIGSTOP)
-        monkeypatch.setattr(fork_server, "_FORK_S", 0.2)
+        monkeypatch.setattr(fork_server._Server, "fork_s", 0.2)
         assert await fork(server, KVFERRY_LONG="x" * 2**21) is None
         assert "has hung" in caplog.text
         monkeypatch.undo()

@@ -22,13 +22,14 @@ from kvferry.fleet.control.leadership import TAKEN_S, LeadershipUnknown, TimedLe
 logger = logging.getLogger(__name__)
 
 LEASE = ("coordination.k8s.io/v1", "Lease")
-_MAX_S = 600.0
-"""The longest wait for a holder, whatever duration it wrote."""
 _CONFLICT, _NOT_ALLOWED = 409, (401, 403)
 
 
 class KubernetesLeadership(TimedLeadership):
     """Owns the version of the Lease that this process has seen. `name`: of the object."""
+
+    max_s = 600.0
+    """The longest wait for a holder, whatever duration it wrote."""
 
     def __init__(self, cluster: Cluster, name: str, clock: Callable[[], float] = boot_time) -> None:
         super().__init__(clock)
@@ -57,7 +58,7 @@ class KubernetesLeadership(TimedLeadership):
         now = self._clock()
         if self._seen[0] != version:
             self._seen = (version, now)
-        duration_s = min(max(_number(spec.get("leaseDurationSeconds")), TAKEN_S), _MAX_S)
+        duration_s = min(max(_number(spec.get("leaseDurationSeconds")), TAKEN_S), self.max_s)
         return now - self._seen[1] >= duration_s
 
     async def renew(self) -> None:

@@ -37,12 +37,13 @@ logger = logging.getLogger(__name__)
 
 _WRITTEN_S = 10.0
 """Seconds after a controller's death within which a process that it has just started writes its process id."""
-_LOOK_S = 0.02
 
 
 class LocalBackend(FleetBackend):
     """Runs members on this machine. Its folder should be in memory. Owns the fork server, the listening sockets, and
     each member's process while it runs."""
+
+    look_s = 0.02
 
     def __init__(self, context: BackendContext, *, fork_server: ForkServer | None = None) -> None:
         """`fork_server`: one that is shared with another backend, whose owner closes it."""
@@ -271,7 +272,7 @@ class LocalBackend(FleetBackend):
         self._members[about.name] = member
         deadline = SYSTEM_CLOCK.monotonic() + _WRITTEN_S
         while not folder.process.exists() and SYSTEM_CLOCK.monotonic() < deadline:  # noqa: ASYNC110 - another process writes it
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(self.look_s)
         child: ChildProcess | None = None
         with suppress(OSError):
             if (pid := folder.pid()) is not None:

@@ -12,12 +12,12 @@ import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-_AGAIN_S = 0.01
-
 
 class ChildProcess:
     """Owns a descriptor of the process, through which it is waited for and signalled: its number may be another
     process's later. One event loop."""
+
+    again_s = 0.01
 
     def __init__(self, pid: int, *, is_ours: bool = True) -> None:
         """`is_ours`: it is, or will be in a moment, a child of this process. Raises `OSError`: there is none, or no
@@ -79,7 +79,7 @@ class ChildProcess:
             try:
                 self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             except ChildProcessError:  # it ended so early that it is not this process's child yet
-                loop.call_later(_AGAIN_S, loop.add_reader, self._descriptor, self._reap)
+                loop.call_later(self.again_s, loop.add_reader, self._descriptor, self._reap)
                 return
         os.close(self._descriptor)
         self._ended.set()

@@ -20,12 +20,8 @@ import msgspec
 from kvferry.fleet.processes.start_time import started_at
 from kvferry.fleet.spec.fleet_spec import MemberRole
 
-MAX_LINE = 64 * 1024
-"""Bytes; longer lines come in pieces."""
 _DELETED = " (deleted)"
 """After the name of an open file that was removed."""
-_MAX_LOG_BYTES = 16 * 2**20
-"""Once this much of a log has been read, the file is truncated."""
 
 
 class MemberRecord(msgspec.Struct, frozen=True):
@@ -119,17 +115,22 @@ class MemberFolder:
 class FileTail:
     """Reads appended data of a file. `bounded`: the file is truncated when it gets large."""
 
+    max_log_bytes = 16 * 2**20
+    """Once this much of a log has been read, the file is truncated."""
+    max_line = 64 * 1024
+    """Bytes; longer lines come in pieces."""
+
     def __init__(self, path: Path, *, bounded: bool = False) -> None:
         """Raises `OSError`."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._bounded, self._offset, self._rest = bounded, 0, b""
 
     def chunks(self) -> Iterator[bytes]:
-        """The new data, in chunks of at most `MAX_LINE`."""
-        while chunk := os.pread(self._descriptor, MAX_LINE, self._offset):
+        """The new data, in chunks of at most `max_line`."""
+        while chunk := os.pread(self._descriptor, self.max_line, self._offset):
             self._offset += len(chunk)
             yield chunk
-        if self._bounded and self._offset > _MAX_LOG_BYTES:
+        if self._bounded and self._offset > self.max_log_bytes:
             os.ftruncate(self._descriptor, 0)
             self._offset = 0
 
@@ -138,7 +139,7 @@ class FileTail:
         for chunk in self.chunks():
             *whole, self._rest = (self._rest + chunk).split(b"\n")
             yield from whole
-            if len(self._rest) > MAX_LINE:
+            if len(self._rest) > self.max_line:
                 yield self._rest
                 self._rest = b""
         if to_the_end and self._rest:

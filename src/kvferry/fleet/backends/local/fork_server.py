@@ -34,11 +34,7 @@ from kvferry.fleet.processes.process_settings import ProcessSettings
 
 logger = logging.getLogger(__name__)
 
-_IMPORT_S = 120.0
-"""Largest number of seconds for the imports, before instances are started without them."""
-_FORK_S = 10.0
 _RECEIVE_BYTES = 4096
-_END_S = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 _CUDA = Path("/dev/nvidiactl")
 
@@ -123,6 +119,11 @@ class ForkServer:
 class _Server:
     """One forking process, from its start to its end."""
 
+    end_s = 5.0
+    fork_s = 10.0
+    import_s = 120.0
+    """Largest number of seconds for the imports, before instances are started without them."""
+
     def __init__(self, process: ChildProcess, ours: socket.socket) -> None:
         self._process, self._socket = process, ours
         self._answers: deque[asyncio.Future[ChildProcess]] = deque()
@@ -161,9 +162,9 @@ class _Server:
 
     async def has_imported(self) -> bool:
         """Wait until everything is imported; False if it cannot be, if forking would not be sound, or after
-        `_IMPORT_S`."""
+        `import_s`."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_IMPORT_S):
+            async with asyncio.timeout(self.import_s):
                 await self._ready.wait()
         return self._ready.is_set() and not self.is_gone
 
@@ -171,7 +172,7 @@ class _Server:
         """A child. Raises `OSError`; `TimeoutError` if the process has hung."""
         answer: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(_FORK_S):
+            async with asyncio.timeout(self.fork_s):
                 async with self._sending:
                     await self._send(encode_frame(request), [log, ready])
                     self._answers.append(answer)
@@ -207,7 +208,7 @@ class _Server:
                 self._socket.shutdown(socket.SHUT_WR)
         else:  # it receives nothing while it imports
             self._process.kill()
-        if not await self._process.wait(_END_S):
+        if not await self._process.wait(self.end_s):
             self._process.kill()
             await self._process.wait()
         await asyncio.wait([self._listener])

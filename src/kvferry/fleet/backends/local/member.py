@@ -24,18 +24,19 @@ logger = logging.getLogger(__name__)
 
 _LOOK_STARTING_S, _LOOK_SERVING_S = 0.02, 0.2
 """Seconds between reads of its files."""
-_ASK_EVERY_S = 0.25
-_KEEP_EVERY_S = 2.0
-"""Seconds between checks that its folder still exists."""
-_DRAIN_S = 1.0
-"""Seconds that the rest of its process group may take to finish after its end."""
-_KILLED_S = 5.0
-"""Seconds to wait for a killed process to end."""
 
 
 class LocalMember:
     """Owns the process, once it is known, and the reading ends of the member's files. `changed` is called when its
     state changes. `watch` runs until it has ended."""
+
+    killed_s = 5.0
+    """Seconds to wait for a killed process to end."""
+    drain_s = 1.0
+    """Seconds that the rest of its process group may take to finish after its end."""
+    keep_every_s = 2.0
+    """Seconds between checks that its folder still exists."""
+    ask_every_s = 0.25
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class LocalMember:
             logger.exception("what %s writes cannot be read; it is ended", self.about.name)
             self.ended = self.ended or Ended("what it wrote could not be read")
         child.kill()
-        await child.wait(_KILLED_S)
+        await child.wait(self.killed_s)
         child.reap_group()
         self._close()
         self.gone.set()
@@ -123,24 +124,24 @@ class LocalMember:
 
     async def _follow(self, child: ChildProcess) -> None:
         loop = asyncio.get_running_loop()
-        asks_at, keeps_at = 0.0, loop.time() + _KEEP_EVERY_S
+        asks_at, keeps_at = 0.0, loop.time() + self.keep_every_s
         while not await child.wait(_LOOK_SERVING_S if self._is_serving else _LOOK_STARTING_S):
             self._read()
             if loop.time() >= keeps_at:
                 with suppress(OSError):  # no room, or it has just ended
                     self.folder.keep(self.about, child.pid)
-                keeps_at = loop.time() + _KEEP_EVERY_S
+                keeps_at = loop.time() + self.keep_every_s
             if self.about.is_foreign and not self._is_serving and loop.time() >= asks_at:
                 if await serves(self.about.url):
                     self._mark_serving(InstanceReady(self.about.url))
-                asks_at = loop.time() + _ASK_EVERY_S
+                asks_at = loop.time() + self.ask_every_s
         await self._drain_group(child)
         self._read(to_the_end=True)
         self.ended = self._exit_cause(child)
 
     async def _drain_group(self, child: ChildProcess) -> None:
         """Processes of its group may finish their work, but not for long."""
-        deadline = asyncio.get_running_loop().time() + _DRAIN_S
+        deadline = asyncio.get_running_loop().time() + self.drain_s
         while asyncio.get_running_loop().time() < deadline and _group_lives(child.pid):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_STARTING_S)
 
@@ -153,7 +154,7 @@ class LocalMember:
                 self.child.terminate()
             if not grace_s or not await self._is_gone(grace_s):
                 self.child.kill()
-                await self._is_gone(_KILLED_S)
+                await self._is_gone(self.killed_s)
 
     async def _is_gone(self, within_s: float) -> bool:
         try:

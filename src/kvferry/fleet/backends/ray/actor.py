@@ -48,25 +48,26 @@ from kvferry.fleet.spec.fleet_settings import log_config
 from kvferry.fleet.spec.fleet_spec import MemberRole
 from kvferry.http.server.listen import authority
 
-_ORDERED_S = 240.0
-"""Seconds after its start within which an actor must get its order: a controller that died in between never sends it.
-Decoding the order imports the recipe, which takes a minute on a machine without idle cores."""
-_NEWS_S = 30.0
-"""Seconds that `news` waits for a change."""
-_RANK_LOST_S = 10.0
-"""Seconds that a member may take to end by itself, with its own reason, when one of its ranks has ended."""
-_STOPPED_S = 15.0
-"""Seconds that the ranks of a member may take to end with it."""
-_MAX_EVENTS = 1000
 _ANY = ("0.0.0.0", "::")
 
 
 class MemberActor:
     """Owns the member's process and folder. All methods run on one event loop."""
 
+    max_events = 1000
+    stopped_s = 15.0
+    """Seconds that the ranks of a member may take to end with it."""
+    rank_lost_s = 10.0
+    """Seconds that a member may take to end by itself, with its own reason, when one of its ranks has ended."""
+    news_s = 30.0
+    """Seconds that `news` waits for a change."""
+    ordered_s = 240.0
+    """Seconds after its start within which an actor must get its order: a controller that died in between never sends
+    it. Decoding the order imports the recipe, which takes a minute on a machine without idle cores."""
+
     def __init__(self) -> None:
         reset_priority()
-        self._unordered = threading.Timer(_ORDERED_S, os._exit, (1,))
+        self._unordered = threading.Timer(self.ordered_s, os._exit, (1,))
         self._unordered.daemon = True
         self._unordered.start()
         self._order: Order | None = None
@@ -81,7 +82,7 @@ class MemberActor:
         """The reason why one of its ranks has ended, for which the member was ended."""
         self._has_wrong_rank = False
         self._watching: asyncio.Task[None] | None = None
-        self._events: deque[tuple[int, MemberEvent]] = deque(maxlen=_MAX_EVENTS)
+        self._events: deque[tuple[int, MemberEvent]] = deque(maxlen=self.max_events)
         self._num_changes = 0
         self._changed = asyncio.Event()
 
@@ -125,11 +126,11 @@ class MemberActor:
         )
 
     async def news(self, number: int) -> MemberUpdate:
-        """The update since the one with this number; waits for a change, up to `_NEWS_S`."""
+        """The update since the one with this number; waits for a change, up to `news_s`."""
         if number == self._num_changes:
             self._changed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(_NEWS_S):
+                async with asyncio.timeout(self.news_s):
                     await self._changed.wait()
         events = tuple(event for at, event in self._events if at > number)
         return MemberUpdate(self._view(), events, self._num_changes)
@@ -147,7 +148,7 @@ class MemberActor:
                 self._address.close()
             await self._member.stop(grace_s)
             if self._watching is not None:
-                await asyncio.wait([self._watching], timeout=_STOPPED_S)
+                await asyncio.wait([self._watching], timeout=self.stopped_s)
             shutil.rmtree(self._member.folder.path.parent, ignore_errors=True)
 
     # The member's output (`Watcher`).
@@ -184,7 +185,7 @@ class MemberActor:
         """The member notices by itself, unless it waits for a rank that does not come."""
         assert self._member is not None
         with suppress(TimeoutError):
-            async with asyncio.timeout(_RANK_LOST_S):
+            async with asyncio.timeout(self.rank_lost_s):
                 await self._member.gone.wait()
         if not self._member.gone.is_set() and not self._member.is_stopping:
             self._lost_rank_reason, self._has_wrong_rank = reason, is_misconfigured

@@ -21,13 +21,14 @@ from kvferry.http.server.listen import BACKLOG, reserve
 _SUFFIX = ".sock"
 _ASK_S = 2.0
 """Seconds that another actor may take to send the sockets."""
-_LOCKED_S = 10.0
-_LOOK_S = 0.02
-_MAX_SOCKETS = 8
 
 
 class SharedAddress:
     """Owns this process's descriptors of the sockets, and a socket in `folder` at which other actors get them."""
+
+    max_sockets = 8
+    look_s = 0.02
+    locked_s = 10.0
 
     def __init__(self, folder: Path, name: str) -> None:
         """`name`: of this process."""
@@ -38,12 +39,12 @@ class SharedAddress:
     async def open(self, addresses: Sequence[tuple[str, int]]) -> tuple[int, ...]:
         """Descriptors of the sockets, for as long as this is open. Raises `ConfigError` if an address cannot be used,
         or `OSError`."""
-        deadline = SYSTEM_CLOCK.monotonic() + _LOCKED_S
+        deadline = SYSTEM_CLOCK.monotonic() + self.locked_s
         with (self._folder / "lock").open("w") as lock:
             while not _locked(lock.fileno()):
                 if SYSTEM_CLOCK.monotonic() > deadline:
                     raise ConfigError(f"another router still holds the lock of {self._folder}")
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(self.look_s)
             self._listeners = self._receive_sockets(len(addresses))
             if not self._listeners:
                 for host, port in addresses:
@@ -66,7 +67,7 @@ class SharedAddress:
     def _receive_sockets(self, number: int) -> list[socket.socket]:
         for path in self._folder.glob(f"*{_SUFFIX}"):
             with suppress(OSError), _connected(path) as other:
-                _, descriptors, _, _ = socket.recv_fds(other, 1, _MAX_SOCKETS, socket.MSG_CMSG_CLOEXEC)
+                _, descriptors, _, _ = socket.recv_fds(other, 1, self.max_sockets, socket.MSG_CMSG_CLOEXEC)
                 listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
                 if len(listeners) == number:
                     return listeners

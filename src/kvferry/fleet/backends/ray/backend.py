@@ -46,18 +46,7 @@ logger = logging.getLogger(__name__)
 
 _ASK_S = 10.0
 """Deadline of a reply from Ray's control service, or from an actor that should answer at once."""
-_KILLED_S = 10.0
-"""Seconds beyond the grace that an actor may take to report that its member is gone."""
-_HURRIED_S = 3.0
-"""The same where there is no grace."""
 _AGAIN_S, _AT_ONCE = 0.5, 32
-_GONE_S = 3.0
-"""Seconds without a reply from an actor and from its member, which has served, before both count as lost. Ray takes
-longer to report a lost node."""
-_SILENT_S = 50.0
-"""Further seconds that a silent actor of an earlier controller may take to answer, before it is ended."""
-_LOOK_S = 5.0
-"""Seconds between two checks that Ray's control service answers."""
 _SERVICE = "Ray's control service (GCS)"
 _NO_SERVICE = f"{_SERVICE} has not answered for {_ASK_S:g} s; members go on, none is started"
 _SEVERAL_NODES = ("--nnodes", "--node-rank", "--master-addr", "--headless")
@@ -82,6 +71,18 @@ class RayMember:
 
 class RayBackend(FleetBackend):
     """Owns the handles of the actors, and a task for each that receives its updates."""
+
+    look_s = 5.0
+    """Seconds between two checks that Ray's control service answers."""
+    silent_s = 50.0
+    """Further seconds that a silent actor of an earlier controller may take to answer, before it is ended."""
+    gone_s = 3.0
+    """Seconds without a reply from an actor and from its member, which has served, before both count as lost. Ray takes
+    longer to report a lost node."""
+    hurried_s = 3.0
+    """The same where there is no grace."""
+    killed_s = 10.0
+    """Seconds beyond the grace that an actor may take to report that its member is gone."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -207,7 +208,7 @@ class RayBackend(FleetBackend):
         if member.has_begun and not member.is_lost:
             ended = reply_future(member.actor.stop.remote(grace_s))
             forgotten = asyncio.create_task(member.forgotten.wait())
-            within_s = grace_s + _KILLED_S if grace_s else _HURRIED_S
+            within_s = grace_s + self.killed_s if grace_s else self.hurried_s
             try:
                 await asyncio.wait([ended, forgotten], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -301,12 +302,12 @@ class RayBackend(FleetBackend):
                     failing_since = now if failing_since is None else failing_since
                     if not url or await ask_health(url, _AGAIN_S):
                         failing_since = None
-                    elif now - failing_since > _GONE_S:
+                    elif now - failing_since > self.gone_s:
                         raise
                     await asyncio.sleep(_AGAIN_S)
         except ActorUnavailableError:
             self._member_gone(
-                member, f"neither it nor its actor can be reached for {_GONE_S:g} s; its node may be lost"
+                member, f"neither it nor its actor can be reached for {self.gone_s:g} s; its node may be lost"
             )
         except (RayError, TimeoutError) as error:
             self._member_gone(member, _why(error))
@@ -393,7 +394,7 @@ class RayBackend(FleetBackend):
 
     async def _find(self, name: str, at_once: asyncio.Semaphore) -> None:
         """Adopt an actor. An actor without an order is ended; a silent one is adopted when it answers, or ended after
-        `_SILENT_S`."""
+        `silent_s`."""
         try:
             async with at_once:
                 actor = await in_thread(lambda: ray.get_actor(name, self._namespace), _ASK_S)
@@ -412,9 +413,9 @@ class RayBackend(FleetBackend):
     async def _adopt_later(self, name: str, actor: Any, nonce: str, identity: asyncio.Future[Any]) -> None:
         """Adopt it when it answers, or end it: its member has been replaced, and must not continue unmanaged,
         especially a router, to which no instance would be declared any more."""
-        await asyncio.wait([identity], timeout=_SILENT_S)
+        await asyncio.wait([identity], timeout=self.silent_s)
         if not identity.done():
-            logger.warning("the actor %s has not answered for %g s, and is ended", name, _SILENT_S + _ASK_S)
+            logger.warning("the actor %s has not answered for %g s, and is ended", name, self.silent_s + _ASK_S)
             await self._kill(actor)
             return
         with suppress(RayError, ConfigError):
@@ -455,7 +456,7 @@ class RayBackend(FleetBackend):
         """Report when Ray's control service is gone, and when it is back. Without it members continue, and none is
         started; actors that could not be ended are ended when it is back."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(self.look_s)
             try:
                 await in_thread(ray.nodes, _ASK_S)
             except (TimeoutError, RayError):

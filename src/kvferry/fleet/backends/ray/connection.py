@@ -24,16 +24,17 @@ from kvferry.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_S = 30.0
-_START_S = 120.0
-"""Limit for the start of a cluster on this machine, which takes some seconds where cores are free."""
-_SHUTDOWN_S = 10.0
 
 Result = TypeVar("Result")
 
 
 class RayConnection:
     """Shared by all backends of the process; the last one closes it. A connection from before stays."""
+
+    shutdown_s = 10.0
+    start_s = 120.0
+    """Limit for the start of a cluster on this machine, which takes some seconds where cores are free."""
+    connect_s = 30.0
 
     _num_users, _is_ours = 0, False
     _ended: threading.Event | None = None
@@ -53,7 +54,7 @@ class RayConnection:
 
     @classmethod
     async def _connect(cls, address: str, namespace: str, own_cpus: int | None) -> None:
-        where, within_s = f"Ray at {address}" if address else "Ray", _CONNECT_S
+        where, within_s = f"Ray at {address}" if address else "Ray", cls.connect_s
         logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             try:
@@ -62,7 +63,7 @@ class RayConnection:
                 if own_cpus is None:
                     raise
                 logger.info("there is no Ray cluster here; one is started on this machine, and ends with this command")
-                where, within_s, cls._ended = "the Ray cluster of this command", _START_S, threading.Event()
+                where, within_s, cls._ended = "the Ray cluster of this command", cls.start_s, threading.Event()
                 own = {"include_dashboard": False, "num_cpus": own_cpus}
                 await _init("local", namespace, within_s, cls._ended, own)
             _restore_handler(signal.SIGTERM)
@@ -82,7 +83,7 @@ class RayConnection:
         if not cls._num_users and cls._is_ours:
             cls._is_ours = False
             try:
-                await in_thread(ray.shutdown, _SHUTDOWN_S)
+                await in_thread(ray.shutdown, cls.shutdown_s)
             except TimeoutError:
                 cls.hangs = True
             finally:

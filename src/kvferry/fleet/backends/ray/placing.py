@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -16,13 +16,14 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 from kvferry.fleet.spec.ray_spec import ActorSpec
 
 _STRATEGIES = {"same-host": "STRICT_PACK", "pack": "PACK", "spread": "SPREAD"}
-_MIN_CPUS = 0.001
-"""Ray accepts no bundle without resources."""
 
 
 @dataclass(frozen=True)
 class ActorResources:
     """Resources of one actor."""
+
+    min_cpus: ClassVar[float] = 0.001
+    """Ray accepts no bundle without resources."""
 
     cpus: float
     gpus: float
@@ -37,7 +38,7 @@ class ActorResources:
     def bundle(self) -> dict[str, float]:
         """These resources as a bundle of a placement group."""
         named = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
-        return {name: number for name, number in named.items() if number} or {"CPU": _MIN_CPUS}
+        return {name: number for name, number in named.items() if number} or {"CPU": self.min_cpus}
 
     @property
     def options(self) -> dict[str, Any]:

@@ -22,10 +22,6 @@ from kvferry.fleet.backends.ray.messages import LogLine, MemberUpdate, Order
 from kvferry.fleet.backends.ray.placing import strategy_of
 from kvferry.fleet.control.backend import MemberState
 
-_AGAIN_S = 0.5
-_ENDED_S = 5.0
-"""Seconds that an actor may take to end its process, and Ray to end the actor."""
-
 
 def hold_port(host: str) -> socket.socket:
     """A socket that reserves a free port. It does not listen: a process of this machine that uses SO_REUSEADDR, as
@@ -42,6 +38,10 @@ def hold_port(host: str) -> socket.socket:
 
 class RankActors:
     """Owns the handles of the actors, and a task for each that receives its updates."""
+
+    ended_s = 5.0
+    """Seconds that an actor may take to end its process, and Ray to end the actor."""
+    again_s = 0.5
 
     def __init__(
         self, actor_class: type[Any], say: Callable[[str], None], lost: Callable[[str, bool], Awaitable[None]]
@@ -77,9 +77,9 @@ class RankActors:
 
     async def _end(self, actor: Any) -> None:
         with suppress(RayError, TimeoutError):
-            await answer(actor.stop.remote(0.0), _ENDED_S)
+            await answer(actor.stop.remote(0.0), self.ended_s)
         with suppress(RayError, TimeoutError):
-            await in_thread(lambda: ray.kill(actor), _ENDED_S)
+            await in_thread(lambda: ray.kill(actor), self.ended_s)
 
     async def _supervise(self, actor: Any, order: Order) -> None:
         try:
@@ -96,7 +96,7 @@ class RankActors:
             try:
                 news: MemberUpdate = await answer(actor.news.remote(number), None)
             except ActorUnavailableError:  # rank 0 notices by itself when the rank is gone
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(self.again_s)
                 continue
             number = news.number
             for event in news.events:

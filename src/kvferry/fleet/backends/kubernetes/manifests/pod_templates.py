@@ -20,13 +20,7 @@ Object = dict[str, Any]
 
 HTTP_PORT, KV_PORT, RANKS_PORT = 8000, 8101, 7000
 SPEC_FILE, _SPEC_FOLDER, _STATE_FOLDER = "fleet.toml", "/spec", "/cache/state"
-_MARGIN_S = 30
-"""Seconds beyond its drain that a pod may take to end before it is killed."""
-_GRACE_S = 15
-"""Seconds for requests that a drain has left over, or that come after it."""
 _USER = 1000
-_LOCK_AGE_S = 60
-"""Age from which on the lock file, which a controller writes to every second, counts as a sign that it hangs."""
 _NAME_LABEL, PART_LABEL, FLEET_LABEL, UNIT_LABEL = (
     "app.kubernetes.io/name", "app.kubernetes.io/component", "app.kubernetes.io/instance", "kvferry/unit",
 )  # fmt: skip
@@ -76,6 +70,13 @@ LWS_LEADER, LWS_WORKER = (InstancePod(number, "$(LWS_LEADER_ADDRESS)") for numbe
 class Pods:
     """Writes the pods of one fleet."""
 
+    lock_age_s = 60
+    """Age from which on the lock file, which a controller writes to every second, counts as a sign that it hangs."""
+    grace_s = 15
+    """Seconds for requests that a drain has left over, or that come after it."""
+    margin_s = 30
+    """Seconds beyond its drain that a pod may take to end before it is killed."""
+
     def __init__(self, fleet: DesiredFleet, values: Values) -> None:
         self._fleet, self._values, self._kubernetes = fleet, values, kubernetes_of(fleet)
         self._drain_s = int(seconds(fleet.failure.drain))
@@ -102,7 +103,7 @@ class Pods:
             container |= self._instance_probes() | self._drains(routers)
             container["ports"] = [{"name": "http", "containerPort": HTTP_PORT}]
         template = self._template(role, container, unit)
-        template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + _MARGIN_S
+        template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + self.margin_s
         return self._in_group(self._placed(template, unit), group)
 
     def router(self, *, unit: int | None) -> Object:
@@ -122,7 +123,7 @@ class Pods:
             "lifecycle": {"preStop": {"sleep": {"seconds": 5}}},
         }
         template = self._template("router", container, unit)
-        template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + _MARGIN_S
+        template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + self.margin_s
         return template
 
     def controller(self, name: str, routers: Sequence[str]) -> Object:
@@ -137,7 +138,7 @@ class Pods:
         container["env"].append({"name": STATE_DIR, "value": _STATE_FOLDER})
         # It listens nowhere, but keeps writing to the lock of its ledger.
         lock = f"{_STATE_FOLDER}/fleets/recommended/{self._fleet.name}/controller.lock"
-        minutes = f"-mmin -{_LOCK_AGE_S // 60}"
+        minutes = f"-mmin -{self.lock_age_s // 60}"
         container["livenessProbe"] = {
             "exec": {"command": ["/bin/sh", "-c", f'test -n "$(find {lock} {minutes})"']},
             "periodSeconds": 30,
@@ -161,7 +162,7 @@ class Pods:
         arguments = [
             "--host=$(POD_IP)",
             f"--port={HTTP_PORT}",
-            f"--grace-s={_GRACE_S}",
+            f"--grace-s={self.grace_s}",
             f"--kv-transfer-config={transfer_config(engine.connectors, role)}",
         ]
         ranks, more = (role_spec.tensor_parallel_size, role_spec.args) if role_spec is not None else (1, ())
