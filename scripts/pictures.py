@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Make the pictures of the docs from a real run: `make pictures`. Needs `scripts/install_browser.sh`.
 
-Serves the package's small model with one P and one D on this machine, sends it prompts of several lengths, and takes
-screenshots of the page. Look at them before you commit them.
+Plays `kvferry demo`, then serves the package's small model with one P and one D on this machine, sends it prompts of
+several lengths, and takes screenshots of the page. Look at them before you commit them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / name) for name in ("tests", "benchmarks", "scripts")]
 
 from dashboard import wait_until_healthy  # noqa: E402
 from support.browser import Browser, chromium  # noqa: E402
+from terminal_picture import recorded, write_picture  # noqa: E402
 
 MODEL = "kvferry/tiny-python"
 WORDS = ("def", "self", "return", "value", "for", "import", "None", "data")
@@ -77,12 +78,20 @@ def take(tab: Browser, url: str, folder: Path) -> None:
     clients.join()
 
 
+def play_demo(program: str, folder: Path) -> None:
+    """The demo's output up to its sentence."""
+    lines = recorded([program, "demo"])
+    end = next(number for number, line in enumerate(lines) if line.text.startswith("Where each request"))
+    write_picture(folder / "demo.svg", "kvferry demo", lines[: end - 1])
+
+
 def main() -> None:
     """Write the pictures to docs/images."""
     folder = ROOT / "docs" / "images"
     folder.mkdir(exist_ok=True)
     url = f"http://127.0.0.1:{PORT}"
     program = str(Path(sys.executable).with_name("kvferry"))
+    play_demo(program, folder)
     command = [program, "serve", MODEL, "--prefill=1", "--decode=1", f"--port={PORT}"]
     server = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
