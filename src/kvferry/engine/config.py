@@ -6,7 +6,7 @@ docstring is its flag's help.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.addresses import parse_address
@@ -20,12 +20,12 @@ from kvferry.store.eviction.table import eviction_class
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
+_MAX_THREADS = 1024
+"""OpenMP ends the process if it cannot start as many threads as requested."""
+
 
 class EngineConfig(Settings, frozen=True, kw_only=True):
     """One engine: its model, its KV cache, its scheduler."""
-
-    max_threads: ClassVar[int] = 1024
-    """OpenMP ends the process if it cannot start as many threads as requested."""
 
     model: str
     """Model to serve: a local directory, a Hugging Face id, or a built-in one such as kvferry/tiny-python."""
@@ -111,8 +111,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_threads is not None and self.num_threads > self.max_threads:
-            raise ConfigError(f"--num-threads must be at most {self.max_threads}, got {self.num_threads}")
+        if self.num_threads is not None and self.num_threads > _MAX_THREADS:
+            raise ConfigError(f"--num-threads must be at most {_MAX_THREADS}, got {self.num_threads}")
         if self.ranks_at is not None:
             parse_address(self.ranks_at, "--ranks-at")
             if self.tensor_parallel_size == 1:

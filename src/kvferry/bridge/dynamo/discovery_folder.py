@@ -6,10 +6,11 @@ import fcntl
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from kvferry.core.clock import SYSTEM_CLOCK
 
 _PREFIX = "kvferry-dynamo-"
 _LOCK = "lock"
@@ -38,7 +39,7 @@ def _remove_abandoned(parent: Path, min_age_s: float) -> None:
             try:
                 lock = (folder / _LOCK).open("rb")
             except FileNotFoundError:
-                if time.time() - status.st_mtime > min_age_s:
+                if SYSTEM_CLOCK.wall() - status.st_mtime > min_age_s:
                     shutil.rmtree(folder)
                 continue
             with lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import CountOrZero, Port, PortOrAny, SecondsOrZero
@@ -66,11 +66,12 @@ class InstanceSpec(Settings, frozen=True, kw_only=True):
     addresses of the machine, the one that is used to reach the router."""
 
 
+_MAX_INSTANCES = 256
+"""More instances would bring the machine down."""
+
+
 class FleetSpec(Settings, frozen=True, kw_only=True):
     """How many instances of which role run on this machine."""
-
-    max_instances: ClassVar[int] = 256
-    """More instances would bring the machine down."""
 
     prefill: CountOrZero | None = None
     """Number of prefill instances. With neither --prefill nor --decode, one of each where there are two cores and no
@@ -105,10 +106,10 @@ class FleetSpec(Settings, frozen=True, kw_only=True):
                 f"{none} 0 with {other} {self.decode if self.prefill == 0 else self.prefill}: a fleet has at least one"
                 f" instance of each; leave out both flags for one instance that does both phases, or {none} for one"
             )
-        if self.num_prefill + self.num_decode > self.max_instances:
+        if self.num_prefill + self.num_decode > _MAX_INSTANCES:
             raise ConfigError(
                 f"--prefill and --decode ask for {self.num_prefill + self.num_decode} instances on this machine; at"
-                f" most {self.max_instances} are started"
+                f" most {_MAX_INSTANCES} are started"
             )
         if self.instance_ports is not None:
             last = self.instance_ports + self.num_prefill + self.num_decode - 1
