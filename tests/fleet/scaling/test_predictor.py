@@ -44,6 +44,15 @@ def test_predictions_are_near_exact_simulations(rate: float, topology: Topology,
     assert found.itl == pytest.approx(exact[2], abs=off)
 
 
+def test_times_may_be_zero() -> None:
+    """As the fit of a few short prompts has them."""
+    workload = Workload.of(requests := poisson(1, 2.0, 50, prompt=20, output=10), requests[-1][0])
+    for times in (PhaseTimes(0.02, 0.0, 0.02, 0.0), PhaseTimes(0.0, 0.0, 0.0, 0.0)):
+        for topology in (Topology(1, 1), Topology(0, 1)):
+            found = Predictor(workload, times, TARGETS, overflows=True).predict(topology)
+            assert found.attained == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(
     ("rate", "topology"),
     [(2.0, Topology(1, 1)), (3.0, Topology(1, 1)), (3.0, Topology(1, 2)), (4.0, Topology(1, 2)), (6.0, Topology(2, 2))],

@@ -168,7 +168,8 @@ class Predictor:
                     heapq.heapreplace(decode, decoded_at)
                     continue
             spare_s = ttft_s - (ends + times.first_token_s - at)
-            first_s[index] = min(1.0, max(0.0, spare_s / chunk_s))
+            # Measured times may be 0: prompts too short to take any on the clock.
+            first_s[index] = min(1.0, max(0.0, spare_s / chunk_s)) if chunk_s else float(spare_s >= 0.0)
             heapq.heapreplace(prefill, ends)
         return first_s
 
