@@ -19,6 +19,7 @@ def test_the_demo_ends_by_itself_and_finds_every_token_equal() -> None:
     assert "transfer" in done.stdout
     assert done.stdout.count("▲") == 2 * len(LONG_PIECES) + 1, "each long prompt has its mark, and the marks a legend"
     assert "Longest gap between two tokens" in done.stdout
+    assert (done.stdout + done.stderr).lower().count("stopping everything") == 1
 
 
 @pytest.mark.full(in_every_part=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -80,3 +80,20 @@ class StoreActivity:
                 for name in hashes:
                     self._changed.pop(name, None)
                     self._changed[name] = is_stored
+
+
+class CombinedActivity(StoreActivity):
+    """The activity of a store that consists of others: counters of its own, and the changes of its parts."""
+
+    def __init__(self, parts: Sequence[StoreActivity]) -> None:
+        super().__init__("")
+        self._parts = parts
+
+    def watch(self) -> None:
+        """Record in every part."""
+        for part in self._parts:
+            part.watch()
+
+    def take_changes(self) -> list[Changes]:
+        """The changes of every part, separately."""
+        return [changes for part in self._parts for changes in part.take_changes()]

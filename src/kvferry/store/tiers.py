@@ -26,7 +26,7 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.messages.kept import TierShare
-from kvferry.store.activity import Changes
+from kvferry.store.activity import CombinedActivity
 from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
 from kvferry.store.block_run import BlockRun
 from kvferry.store.machine import MACHINE, Machine
@@ -66,6 +66,7 @@ class TieredStore(KVStore):
             Tier(f"{index} ({spec.url.scheme})", str(spec.url), store, spec.options.deadline_s)
             for index, (spec, store) in enumerate(zip(specs, stores, strict=True))
         ]
+        self.activity = CombinedActivity([store.activity for store in stores])
         self._write = write
         self._copies = TierCopies(self.tiers, layout, self.activity.count)
 
@@ -257,15 +258,6 @@ class TieredStore(KVStore):
         return [number for number, tier in enumerate(self._shared()) if tier.takes]
 
     # Insight.
-
-    def watch(self) -> None:
-        """Record changes in every tier."""
-        for tier in self.tiers:
-            tier.store.activity.watch()
-
-    def take_changes(self) -> list[Changes]:
-        """The changes of every tier, separately."""
-        return [changes for tier in self.tiers for changes in tier.store.activity.take_changes()]
 
     def statistics(self) -> dict[str, float]:
         """Sums over all tiers; `tier<number>_<name>` for each if there are several; `tier<number>_healthy` (0 or 1),

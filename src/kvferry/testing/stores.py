@@ -242,15 +242,14 @@ class StoreContract:
 
     def test_changes_are_reported(self, tmp_path: Path) -> None:
         async def use(store: KVStore) -> None:
-            activity = store if isinstance(store, TieredStore) else store.activity
-            activity.watch()
+            store.activity.watch()
             await store.put([block_of(0), block_of(1)])
-            stored = [set(changes.stored) for changes in activity.take_changes()]
+            stored = [set(changes.stored) for changes in store.activity.take_changes()]
             assert stored
             assert all(names == {name_of(0), name_of(1)} for names in stored)
             await store.delete([name_of(0)])
-            assert {name for changes in activity.take_changes() for name in changes.removed} == {name_of(0)}
-            assert activity.take_changes() == []
+            assert {name for changes in store.activity.take_changes() for name in changes.removed} == {name_of(0)}
+            assert store.activity.take_changes() == []
 
         self.run(tmp_path, use)
 

@@ -1,4 +1,4 @@
-"""`kvferry fleet init` writes a spec that can be applied, and shows every key."""
+"""`kvferry fleet init` writes a spec that can be applied, and shows every key of its tables."""
 
 from __future__ import annotations
 

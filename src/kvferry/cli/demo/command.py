@@ -195,6 +195,9 @@ class _Beside:
     def note(self, text: str) -> None:
         """Ignored: the other display shows the same."""
 
+    def stopping(self, text: str) -> None:
+        """Ignored as `note`."""
+
     def close(self) -> None:
         """Does nothing: the other display restores the terminal."""
 

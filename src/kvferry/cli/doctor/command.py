@@ -95,7 +95,7 @@ def examine_spec(path: Path) -> Iterator[Finding]:
     try:
         fleet = read_fleet(path)
     except ConfigError as error:
-        yield problem(str(error), "kvferry fleet init shows every key")
+        yield problem(str(error), "kvferry fleet init prints a spec with its keys")
         return
     yield good(f"{path}: {fleet.name}, {fleet.num_instances} instances of {fleet.model} ({fleet.backend.kind})")
     try:

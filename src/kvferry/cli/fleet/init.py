@@ -1,4 +1,5 @@
-"""`kvferry fleet init`: a spec with every key, its meaning and its default, which can be applied as it is."""
+"""`kvferry fleet init`: a commented spec that can be applied as it is. Settings of kvferry's own processes, which are
+keys of it too, are in the reference only."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def init(
     name: Annotated[str | None, Parameter(help="Name of the fleet. Default: that of the file, or chat.")] = None,
     model: Annotated[str, Parameter(help="Model to serve.")] = "kvferry/tiny-python",
 ) -> int:
-    """Write a spec to begin with: every key with its meaning, and its default behind a #.
+    """Write a spec to begin with: the keys with their meaning, and their defaults behind a #.
 
     kvferry fleet init chat.toml
 
@@ -80,6 +81,8 @@ def spec_lines(name: str, model: str, path: Path | None = None) -> Iterator[str]
     """The lines of a spec for one prefill and one decode instance."""
     yield f"# A fleet of kvferry's. Create it, or carry out a change:  kvferry fleet apply {path or 'FILE'}"
     yield "# A key behind a # has its default, or an example where there is none."
+    yield "# [engine], [router] and roles also take the settings of kvferry's processes, by"
+    yield "# the names of their flags (kvferry serve --help): max_num_seqs = 64."
     values = {"name": name, "model": model, "mode": "pooling"}
     yield from _table("", DesiredFleet, values, without=_TABLES)
     for role in ("prefill", "decode"):

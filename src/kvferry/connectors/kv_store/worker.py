@@ -246,13 +246,13 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
 
     def watch_store(self) -> None:
         """Record from now on which blocks are stored and dropped."""
-        self._store.watch()
+        self._store.activity.watch()
         self._writer.watch()
 
     def store_events(self) -> StoreEvents:
         """The blocks that were stored and dropped since the last call."""
         events = self._writer.take_events()
-        events.changes = self._store.take_changes()
+        events.changes = self._store.activity.take_changes()
         return events
 
     def statistics(self) -> dict[str, float]:
