@@ -74,7 +74,7 @@ def _check_connector(transfer: str, fleet: FleetSpec | None) -> None:
     config = parse_transfer_config(transfer)
     draws_token = fleet is not None and fleet.is_split  # a process that starts several instances makes one for them
     try:
-        find_connector(config).check_here(config, known=draws_token or bool(shared_token()))
+        find_connector(config).check_here(config, has_token=draws_token or bool(shared_token()))
     except ConfigError as error:
         raise ConfigError(f"--kv-transfer-config: {error}") from error
 

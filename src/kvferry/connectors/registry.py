@@ -69,12 +69,12 @@ class ConnectorSpec:
         if self.options:
             read_options(resolve(self.options), config.kv_connector_extra_config)
 
-    def check_here(self, config: KVTransferConfig, *, known: bool) -> None:
-        """Raise `ConfigError` as `check` does, and if this machine lacks what the connector needs. `known`: instances
-        share a token."""
+    def check_here(self, config: KVTransferConfig, *, has_token: bool) -> None:
+        """Raise `ConfigError` as `check` does, and if this machine lacks what the connector needs. `has_token`:
+        instances share a token."""
         self.check(config)
         if self.here_check:
-            resolve(self.here_check)(self.completed(config), known=known)
+            resolve(self.here_check)(self.completed(config), has_token=has_token)
 
     def _completed(self, context: ConnectorContext) -> ConnectorContext:
         return replace(context, config=self.completed(context.config))

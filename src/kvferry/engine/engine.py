@@ -29,7 +29,7 @@ class Engine(EngineCore):
         clock = clock or SYSTEM_CLOCK
         # Unusable addresses and folders are errors now, and not after the model is loaded.
         if transfer is not None:
-            find_connector(transfer).check_here(transfer, known=bool(auth_token))
+            find_connector(transfer).check_here(transfer, has_token=bool(auth_token))
         events = _publish_events(config, clock)
         try:
             executor = build_executor(config, transfer, auth_token, on_progress)

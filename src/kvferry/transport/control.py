@@ -198,10 +198,10 @@ async def _accept(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> 
             await asyncio.sleep(0.05)
 
 
-def check_here(config: KVTransferConfig, *, known: bool) -> None:
-    """Raise `ConfigError` if this machine cannot listen on `kv_ip` and `kv_port` now. `known`: instances share a
+def check_here(config: KVTransferConfig, *, has_token: bool) -> None:
+    """Raise `ConfigError` if this machine cannot listen on `kv_ip` and `kv_port` now. `has_token`: instances share a
     token."""
-    _bind(config.kv_ip, config.kv_port, allow_remote=known).close()
+    _bind(config.kv_ip, config.kv_port, allow_remote=has_token).close()
 
 
 def _bind(host: str, port: int, *, allow_remote: bool) -> socket.socket:

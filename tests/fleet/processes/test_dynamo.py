@@ -14,7 +14,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.vllm import instances
 from kvferry.fleet.processes.vllm.environment import VllmEnvironment
-from kvferry.fleet.processes.vllm.instances import InstancePlace, VllmInstances
+from kvferry.fleet.processes.vllm.instances import VllmInstances, VllmPlacement
 from kvferry.fleet.spec.fleet_spec import fleet_from
 from kvferry.fleet.spec.kv_transfer import InstanceRole
 from kvferry.fleet.spec.settings import EngineChoice, InstanceSpec
@@ -42,7 +42,7 @@ def made(
 def test_a_worker_runs_under_a_process_that_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, ports = made(monkeypatch, "--dtype=float32", EVENTS, names=("m",)), set()
     for number, role in enumerate(PLACES):
-        process = fleet.process(InstancePlace(role, f"{role}-0", number, "127.0.0.1", 0, (0,), 1, {}, grace_s=7))
+        process = fleet.process(VllmPlacement(role, f"{role}-0", number, "127.0.0.1", 0, (0,), 1, {}, grace_s=7))
         assert process.foreign is not None
         module = process.command.index("kvferry.bridge.dynamo.member")
         settings = MemberSettings.parse(process.command[module + 1 :])

@@ -165,7 +165,7 @@ def check(config: KVTransferConfig) -> None:
     _read(config).specs()
 
 
-def check_here(config: KVTransferConfig, *, known: bool) -> None:
+def check_here(config: KVTransferConfig, *, has_token: bool) -> None:
     """Raise `ConfigError` if a store's folder or memory, or the library of its codec, is not available. Servers may be
     started later."""
     for spec in _read(config).specs():

@@ -61,10 +61,10 @@ def check(config: KVTransferConfig) -> None:
     _require_same_codecs(config, children)
 
 
-def check_here(config: KVTransferConfig, *, known: bool) -> None:
+def check_here(config: KVTransferConfig, *, has_token: bool) -> None:
     """Raise `ConfigError` if this machine does not have what one of the connectors needs."""
     for child in child_configs(config):
-        find_connector(child).check_here(child, known=known)
+        find_connector(child).check_here(child, has_token=has_token)
 
 
 def _require_same_codecs(config: KVTransferConfig, children: list[KVTransferConfig]) -> None:

@@ -1,4 +1,4 @@
-"""Which CPU cores each process of a fleet gets."""
+"""CPU cores of each process of a fleet."""
 
 from __future__ import annotations
 

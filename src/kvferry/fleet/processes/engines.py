@@ -21,7 +21,7 @@ from kvferry.fleet.processes.cpu import Cores, thread_variables
 from kvferry.fleet.processes.process import MEMBER, ProcessSpec
 from kvferry.fleet.processes.process_settings import InstanceProcess, with_values
 from kvferry.fleet.processes.sglang import check_sglang, sglang_server
-from kvferry.fleet.processes.vllm.instances import InstancePlace, VllmInstances
+from kvferry.fleet.processes.vllm.instances import VllmInstances, VllmPlacement
 from kvferry.fleet.processes.vllm.ports import free_ports
 from kvferry.fleet.processes.vllm.resources import device_variables
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, Role, RoleSpec
@@ -71,7 +71,7 @@ class SharedSettings:
 
 
 class InstanceEngine(Protocol):
-    """What runs the model on the instances of a fleet."""
+    """The engine of the instances of a fleet."""
 
     @property
     def shared(self) -> SharedSettings:
@@ -164,7 +164,7 @@ class VllmEngine:
     def process(self, placement: InstancePlacement) -> ProcessSpec:
         """`vllm serve`, with a bootstrap port where its connector needs one."""
         ranks = placement.settings.tensor_parallel_size
-        place = InstancePlace(
+        vllm_placement = VllmPlacement(
             role=placement.started_as,
             name=placement.name,
             index=placement.number,
@@ -180,7 +180,7 @@ class VllmEngine:
         )
         has_bootstrap = self.servers.has_bootstrap and placement.role == "prefill"
         bootstrap_port = free_ports(1)[0] if has_bootstrap else None
-        return replace(self.servers.process(place, bootstrap_port or 0), bootstrap_port=bootstrap_port)
+        return replace(self.servers.process(vllm_placement, bootstrap_port or 0), bootstrap_port=bootstrap_port)
 
     def require_registrable(self, role: RegistrationRole) -> None:
         """Raise `ConfigError` if a `kv_role` keeps a server from what it registers for."""

@@ -37,9 +37,9 @@ class ExitCause:
 
     def feed(self, line: str) -> None:
         """The next line, as it was written."""
-        found = _PREFIX.match(line)
-        assert found is not None
-        source, level, text = found["source"] or "", found["level"] or "", line[found.end() :]
+        prefix = _PREFIX.match(line)
+        assert prefix is not None
+        source, level, text = prefix["source"] or "", prefix["level"] or "", line[prefix.end() :]
         if self.text:
             self._continue(source, text)
         elif level in ("DEBUG", "INFO", "WARNING"):
@@ -47,19 +47,19 @@ class ExitCause:
         elif text.startswith(_BEGIN):
             self._open[source] = ""
         elif source in self._open and (not text or text[0] in " |+~^"):
-            if place := _LOCATION.match(text):
-                self._open[source] = f"{place[1]}:{place[2]}"
+            if location := _LOCATION.match(text):
+                self._open[source] = f"{location[1]}:{location[2]}"
         elif source in self._open:
             self._end(_MODULE.sub("", text), self._open[source])
             self._message_of = source
-        elif said := _LIBRARY.match(text):
-            self._library = said[1]
-        elif said := _USAGE.match(text):
-            self.text = said[1]
+        elif match := _LIBRARY.match(text):
+            self._library = match[1]
+        elif match := _USAGE.match(text):
+            self.text = match[1]
 
-    def _end(self, exception: str, place: str) -> None:
+    def _end(self, exception: str, location: str) -> None:
         if ":" not in exception:  # it says nothing but its name
-            exception = f"{exception} in {place}"
+            exception = f"{exception} in {location}"
         self.text = (f"{self._library} ({exception})" if self._library else exception)[: self.max_chars]
 
     def _continue(self, source: str, text: str) -> None:

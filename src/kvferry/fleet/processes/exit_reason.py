@@ -1,4 +1,4 @@
-"""What a member wrote last, and what that says of its end."""
+"""Last lines of a member's log, and the reason of its exit in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a server answers GET /health."""
+"""The health of a server: its answer to GET /health."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TIMEOUT_S = 5.0
 
 
 async def serves(url: str, timeout_s: float = _TIMEOUT_S) -> bool:
-    """Whether GET `url`/health is answered with 200 within `timeout_s`."""
+    """True if GET `url`/health is answered with 200 within `timeout_s`."""
     return await ask_health(url, timeout_s) == 200
 
 

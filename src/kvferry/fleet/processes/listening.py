@@ -1,4 +1,4 @@
-"""Whether addresses can be listened on, checked before anything is started."""
+"""Checks that addresses can be listened on, before anything is started."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def require_free(host: str, port: int, flag: str = "--port") -> None:
     always free, but the host must belong to this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-            one.bind(address)
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            listener.bind(address)
     except (socket.gaierror, UnicodeError) as error:  # UnicodeError: not a valid host name
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"--host {host} is not an address: {reason}; 127.0.0.1 is this machine's own") from error

@@ -1,4 +1,4 @@
-"""What to run for one member of a fleet: a command, its environment, and how it is known that it serves."""
+"""One member of a fleet as a process: its command, its environment, and how it is known that it serves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ExternalServer:
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What to run. `environment` is added to the backend's own, without `hidden`.
+    """A process to start. `environment` is added to the backend's own, without `hidden`.
 
     `settings`: those of a process of kvferry's, which are handed over when it is started (`started_with`). `foreign`:
     set for a program that is not kvferry's; its children may outlive it. `forks`: it has `settings` and imports what
@@ -90,7 +90,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class RouterGroup:
-    """What the routers of one port share: a folder that only their user can read, and the descriptors of the sockets
+    """Shared by the routers of one port: a folder that only their user can read, and the descriptors of the sockets
     they accept connections on. Both are the backend's, and outlive each of them."""
 
     folder: Path

@@ -1,5 +1,5 @@
-"""What a process of kvferry's is started with: one document with all of its settings, which a supervisor hands over in
-memory (`handed_over`) and the process decodes. It parses no flags, and no secret is in a command line."""
+"""Settings that a process of kvferry's is started with: one document, which a supervisor hands over in memory
+(`handed_over`) and the process decodes. It parses no flags, and no secret is in a command line."""
 
 from __future__ import annotations
 

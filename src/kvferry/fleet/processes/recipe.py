@@ -1,4 +1,4 @@
-"""How the members of a fleet are run on this machine: from the user's settings to processes."""
+"""The members of a fleet on this machine, from the user's settings to processes."""
 
 from __future__ import annotations
 
@@ -100,18 +100,18 @@ class LocalRecipe:
         on_gpu = settings.device == "cuda" or (settings.device == "auto" and Path("/dev/nvidiactl").exists())
         cache = None if on_gpu else settings.kv_cache_memory
         cache_bytes = 0 if cache is None else parse_bytes(cache, "--kv-cache-memory")
-        told = "" if cache is None else f" and --kv-cache-memory {cache}"
-        asker = f"{number} instances take at least {format_bytes(INSTANCE_BYTES)}{told} each"
+        also = "" if cache is None else f" and --kv-cache-memory {cache}"
+        asker = f"{number} instances take at least {format_bytes(INSTANCE_BYTES)}{also} each"
         require_memory(number * (INSTANCE_BYTES + cache_bytes), asker)
 
     @property
     def num_instances(self) -> int:
-        """How many instances are wanted."""
+        """Number of instances that shall run."""
         return self.fleet.num_instances
 
     @property
     def _has_instances(self) -> bool:
-        """Whether instances are started too, although none may be wanted at the moment: `kvferry router` has none."""
+        """True if instances are started too, although their number may be 0 now; `kvferry router` has none."""
         return bool(self.fleet.role) or self.fleet.unit is not None
 
     @cached_property
@@ -130,10 +130,10 @@ class LocalRecipe:
 
     @property
     def num_routers(self) -> int:
-        """How many routers share the address."""
-        told = self.fleet.router.count
+        """Number of routers that share the address."""
+        count = self.fleet.router.count
         has_room = bool(self.node) or self.num_cpus >= self.num_instances + ROUTERS
-        return (ROUTERS if has_room else 1) if told is None else told
+        return (ROUTERS if has_room else 1) if count is None else count
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -145,11 +145,11 @@ class LocalRecipe:
         return replace(self, node=host)
 
     def router_member(self, name: str, group: RouterGroup) -> ProcessSpec:
-        """What to run for a router."""
+        """The process of a router."""
         return self._routers.process(name, group, self.fleet.front(self.num_routers).revision)
 
     def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
-        """What to run for an instance. Raises `ConfigError`."""
+        """The process of an instance. Raises `ConfigError`."""
         assert role != "router"
         settings = self.fleet.role.get(role, RoleSpec())
         listen = self.listen
@@ -243,7 +243,7 @@ def recipe_of(fleet: DesiredFleet, token: str) -> LocalRecipe:
 
 def require_defaults(access: HttpAccess, limits: HttpLimits) -> None:
     """Raise `ConfigError` for HTTP settings that the processes would ignore."""
-    for given, default in ((access, OPEN), (limits, LIMITS)):
-        for name in given.__struct_fields__:
-            if name != "tls_ca" and getattr(given, name) != getattr(default, name):
+    for settings, default in ((access, OPEN), (limits, LIMITS)):
+        for name in settings.__struct_fields__:
+            if name != "tls_ca" and getattr(settings, name) != getattr(default, name):
                 raise ConfigError(f"{flag_name(name)} is for kvferry's own servers, not for this command yet")

@@ -52,7 +52,7 @@ class RouterPlan:
         return [public] if access.admin_port is None else [public, (access.admin_host, access.admin_port)]
 
     def process(self, name: str, group: RouterGroup, revision: str) -> ProcessSpec:
-        """What to run for a router. Files are read once for each revision: after a change of one, a router that is
+        """The process of a router. Files are read once for each revision: after a change of one, a router that is
         started again would know other keys than the next."""
         copies = group.folder / f"files-{revision}"
         copies.mkdir(mode=0o700, exist_ok=True)

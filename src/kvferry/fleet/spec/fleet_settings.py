@@ -211,8 +211,8 @@ def _values(fleet: DesiredFleet) -> Mapping[Kind, dict[str, Any]]:
         (ENGINE_KEYS, keys.engine),
         (ROUTER_KEYS, keys.router),
     )
-    for table, given in tables:
-        for name, value in given.items():
+    for table, values_of_table in tables:
+        for name, value in values_of_table.items():
             values[table.kind_of(name)][name] = value
     arguments = (
         ("engine.args", fleet.engine.args if fleet.engine.kind == "kvferry" else (), kinds),

@@ -246,9 +246,9 @@ class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What members on Ray need of their nodes, by role."""
 
     def fixed(self, roles: Collection[MemberRole]) -> list[Any]:
-        """What cannot be changed in running members of these roles."""
-        actors = {role: one for role, one in sorted(self.ray.items()) if role in roles}
-        return [one for one in (actors, self.options) if one]
+        """Settings that cannot be changed in running members of these roles."""
+        actors = {role: actor for role, actor in sorted(self.ray.items()) if role in roles}
+        return [actor for actor in (actors, self.options) if actor]
 
 
 class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -279,14 +279,14 @@ class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def revision(self) -> str:
         """Names the settings of the instances: eight hexadecimal digits, the same for the same settings."""
         fixed = {
-            name: (one.tensor_parallel_size, one.args, bool(one.can_be)) for name, one in sorted(self.role.items())
+            name: (role.tensor_parallel_size, role.args, bool(role.can_be)) for name, role in sorted(self.role.items())
         }
         members = None if self.unit is None else dict(sorted(self.unit.members.items()))
-        told = [self.model, self.mode, self.engine, self.args, fixed, members, self.stamp]
+        parts = [self.model, self.mode, self.engine, self.args, fixed, members, self.stamp]
         if self.keys.fleet or self.keys.engine or any(self.keys.role.values()):
-            told.append((self.keys.fleet, self.keys.engine, self.keys.role))
-        told += self.backend.fixed(set(self.role) if self.unit is None else set(self.unit.members))
-        return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()[:8]
+            parts.append((self.keys.fleet, self.keys.engine, self.keys.role))
+        parts += self.backend.fixed(set(self.role) if self.unit is None else set(self.unit.members))
+        return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:8]
 
     @property
     def itl_target_s(self) -> float | None:
@@ -299,20 +299,20 @@ class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Instances wanted, of all roles."""
         if self.unit is not None:
             return self.unit.count * sum(self.unit.members.values())
-        return sum(one.count for one in self.role.values())
+        return sum(role.count for role in self.role.values())
 
     def front(self, num_routers: int) -> DesiredFleet:
         """The routers as a fleet of their own, which the same loop looks after: a change of the instances rolls no
         router, and the other way round. `num_routers`: where `[router]` does not say how many."""
         router = self.router
         number = num_routers if router.count is None else router.count
-        told = (f"--host={router.host}", f"--port={router.port}", *router.args, *self.args)
+        arguments = (f"--host={router.host}", f"--port={router.port}", *router.args, *self.args)
         keys = {**self.keys.fleet, **self.keys.router}
         return DesiredFleet(
             name=self.name,
             model=self.name,
             mode="pooling",
-            role={"router": RoleSpec(count=number, args=told)},
+            role={"router": RoleSpec(count=number, args=arguments)},
             roll=self.roll,
             failure=self.failure,
             backend=self.backend,
@@ -323,9 +323,9 @@ class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_fleet(path: Path) -> DesiredFleet:
     """The fleet in a TOML file. Raises `ConfigError`: one line with the file, the key and what is wrong with it."""
-    given = read_toml(path)
+    tables = read_toml(path)
     try:
-        fleet = fleet_from(given)
+        fleet = fleet_from(tables)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     _warn_of_arguments(path, fleet)
@@ -359,16 +359,16 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
 }
 
 
-def fleet_from(given: Mapping[str, Any]) -> DesiredFleet:
+def fleet_from(tables: Mapping[str, Any]) -> DesiredFleet:
     """The fleet of these tables. Raises `ConfigError` that names the key, and the nearest one that exists."""
-    known = {one.encode_name: one for one in msgspec.structs.fields(DesiredFleet) if one.name != "keys"}
-    keys = _keys(given)
+    fields = {field.encode_name: field for field in msgspec.structs.fields(DesiredFleet) if field.name != "keys"}
+    keys = _keys(tables)
     values: dict[str, Any] = {"keys": keys}
-    for key, value in given.items():
+    for key, value in tables.items():
         if key in keys.fleet:
             continue
-        if key not in known:
-            raise ConfigError(unknown_key(key, key, [*known, *FLEET_KEYS.fields()]))
+        if key not in fields:
+            raise ConfigError(unknown_key(key, key, [*fields, *FLEET_KEYS.fields()]))
         if key == "role":
             values[key] = {
                 _role(name): _read(RoleSpec, f"role.{name}", _table(f"role.{name}", table), ROLE_KEYS)
@@ -381,7 +381,7 @@ def fleet_from(given: Mapping[str, Any]) -> DesiredFleet:
         elif key in _TABLES:
             values[key] = read_options(_TABLES[key], _table(key, value), key)
         else:
-            values[key] = read_value(key, value, known[key].type)
+            values[key] = read_value(key, value, fields[key].type)
     for key in ("name", "model", "mode"):
         if key not in values:
             raise ConfigError(f"{key} is required")
@@ -390,12 +390,12 @@ def fleet_from(given: Mapping[str, Any]) -> DesiredFleet:
     return fleet
 
 
-def _keys(given: Mapping[str, Any]) -> TypedKeys:
+def _keys(spec: Mapping[str, Any]) -> TypedKeys:
     """The keys of kvferry's own settings in a spec's tables. Raises `ConfigError`."""
-    roles = _table("role", given.get("role", {}))
-    tables = {key: _table(key, given.get(key, {})) for key in ("engine", "router")}
+    roles = _table("role", spec.get("role", {}))
+    tables = {key: _table(key, spec.get(key, {})) for key in ("engine", "router")}
     keys = TypedKeys(
-        fleet=read_keys("", given, FLEET_KEYS),
+        fleet=read_keys("", spec, FLEET_KEYS),
         engine=read_keys("engine", tables["engine"], ENGINE_KEYS),
         router=read_keys("router", tables["router"], ROUTER_KEYS),
         role={
@@ -430,7 +430,10 @@ def _read(kind: type[Table], where: str, table: Mapping[str, Any], keys: KeyTabl
 def _require_no_keys(fleet: DesiredFleet) -> None:
     """Raise `ConfigError` for a key that is written into a spec, which is no secret: in Kubernetes it is a
     ConfigMap."""
-    of_ours = {"engine.args": fleet.engine.args, **{f"role.{name}.args": one.args for name, one in fleet.role.items()}}
+    of_ours = {
+        "engine.args": fleet.engine.args,
+        **{f"role.{name}.args": role.args for name, role in fleet.role.items()},
+    }
     tables = {"args": fleet.args, "router.args": fleet.router.args}
     for where, arguments in (tables | of_ours).items():
         is_vllms = fleet.engine.kind in ("vllm", "dynamo") and where in of_ours
@@ -442,10 +445,10 @@ def _require_no_keys(fleet: DesiredFleet) -> None:
                 f"{where}: {flag} is a secret, and a spec is none: {instead}, or in Kubernetes a"
                 " Secret in backend.kubernetes.pod.ROLE.secrets"
             )
-    told = {"engine.kv_transfer_config": (fleet.engine.kv_transfer_config,), **tables, **of_ours}
+    all_texts = {"engine.kv_transfer_config": (fleet.engine.kv_transfer_config,), **tables, **of_ours}
     for where, values in fleet.keys.tables().items():
-        told[where or "the spec"] = tuple(value for value in values.values() if isinstance(value, str))
-    for where, texts in told.items():
+        all_texts[where or "the spec"] = tuple(value for value in values.values() if isinstance(value, str))
+    for where, texts in all_texts.items():
         if any(map(names_password, texts)):
             raise ConfigError(
                 f"{where}: a URL has a password, and a spec is no secret: put it into a file, and name that with"
@@ -459,23 +462,25 @@ def _table(where: str, value: object) -> Mapping[str, Any]:
     return value
 
 
-def _backend(given: Mapping[str, Any]) -> Backend:
-    pods, actors = given.get("kubernetes"), given.get("ray")
-    told = read_options(
-        Backend, {key: value for key, value in given.items() if key not in ("kubernetes", "ray")}, "backend"
+def _backend(table: Mapping[str, Any]) -> Backend:
+    pods, actors = table.get("kubernetes"), table.get("ray")
+    backend = read_options(
+        Backend, {key: value for key, value in table.items() if key not in ("kubernetes", "ray")}, "backend"
     )
-    BACKENDS.require_known(told.kind, KUBERNETES)
-    if told.options and told.kind in BACKENDS.table:
-        raise ConfigError(f"backend.options are for backends of other packages, not for {told.kind}")
-    if (told.kind == "kubernetes") != (pods is not None):
+    BACKENDS.require_known(backend.kind, KUBERNETES)
+    if backend.options and backend.kind in BACKENDS.table:
+        raise ConfigError(f"backend.options are for backends of other packages, not for {backend.kind}")
+    if (backend.kind == "kubernetes") != (pods is not None):
         raise ConfigError('[backend.kubernetes] and kind = "kubernetes" need each other')
-    if told.kind != "ray" and (told.address or actors is not None):
-        raise ConfigError(f'backend.{"address" if told.address else "ray"} is for kind = "ray", not for {told.kind}')
+    if backend.kind != "ray" and (backend.address or actors is not None):
+        raise ConfigError(
+            f'backend.{"address" if backend.address else "ray"} is for kind = "ray", not for {backend.kind}'
+        )
     if actors is not None:
-        return msgspec.structs.replace(told, ray=read_ray(_table("backend.ray", actors)))
+        return msgspec.structs.replace(backend, ray=read_ray(_table("backend.ray", actors)))
     if pods is not None:
-        return msgspec.structs.replace(told, kubernetes=read_kubernetes(_table("backend.kubernetes", pods)))
-    return told
+        return msgspec.structs.replace(backend, kubernetes=read_kubernetes(_table("backend.kubernetes", pods)))
+    return backend
 
 
 def _role(name: str) -> Role:
@@ -501,16 +506,16 @@ def check_fleet(fleet: DesiredFleet) -> DesiredFleet:
     if len(roles & {"prefill", "decode"}) == 1 and "both" not in roles:
         alone, other = ("prefill", "decode") if "prefill" in roles else ("decode", "prefill")
         raise ConfigError(f"there are {alone} instances, and none for {other}")
-    for name, one in fleet.role.items():
-        if one.max is not None and not one.min <= one.count <= one.max:
-            raise ConfigError(f"role.{name}: count = {one.count} is not between min = {one.min} and max = {one.max}")
-        if one.count < one.min:
-            raise ConfigError(f"role.{name}: count = {one.count} is less than min = {one.min}")
-        if not _has_room(fleet.roll, one) and one.min > max(0, one.count - fleet.roll.unavailable):
+    for name, role in fleet.role.items():
+        if role.max is not None and not role.min <= role.count <= role.max:
+            raise ConfigError(f"role.{name}: count = {role.count} is not between min = {role.min} and max = {role.max}")
+        if role.count < role.min:
+            raise ConfigError(f"role.{name}: count = {role.count} is less than min = {role.min}")
+        if not _has_room(fleet.roll, role) and role.min > max(0, role.count - fleet.roll.unavailable):
             raise ConfigError(
-                f"role.{name}: with min = {one.min} and no room for roll.surge, nothing could ever be replaced"
+                f"role.{name}: with min = {role.min} and no room for roll.surge, nothing could ever be replaced"
             )
-        if name in one.can_be:
+        if name in role.can_be:
             raise ConfigError(f"role.{name}.can_be names the role itself")
     if fleet.unit is not None and fleet.unit.max is not None and fleet.unit.count > fleet.unit.max:
         raise ConfigError(f"unit: count = {fleet.unit.count} is more than max = {fleet.unit.max}")
@@ -564,17 +569,17 @@ def _check_dynamo(fleet: DesiredFleet) -> None:
 
 
 def unrollable_part(fleet: DesiredFleet) -> str:
-    """What no roll could replace anything of: a role, or "unit"; empty if there is none."""
+    """Name of a role, or "unit", of which no roll could replace anything; empty if there is none."""
     if fleet.roll.unavailable:
         return ""
     kinds: dict[str, RoleSpec | Unit] = (
-        {"unit": fleet.unit} if fleet.unit is not None else {f"role.{name}": one for name, one in fleet.role.items()}
+        {"unit": fleet.unit} if fleet.unit is not None else {f"role.{name}": part for name, part in fleet.role.items()}
     )
-    return next((kind for kind, one in kinds.items() if one.count and not _has_room(fleet.roll, one)), "")
+    return next((kind for kind, part in kinds.items() if part.count and not _has_room(fleet.roll, part)), "")
 
 
 def _has_room(roll: RollSpec, of: RoleSpec | Unit) -> bool:
-    """Whether a roll may start any in advance."""
+    """True if a roll may start any in advance."""
     return bool(roll.surge) and (of.max is None or of.max > of.count)
 
 
@@ -583,7 +588,7 @@ def _check_scale(fleet: DesiredFleet, scale: ScaleSpec) -> None:
     if roles not in ({"prefill", "decode"}, {"both"}):
         raise ConfigError(f"scale: the roles are prefill and decode, or both alone, not {', '.join(sorted(roles))}")
     if scale.budget is None:
-        unbounded = [f"role.{name}" for name, one in fleet.role.items() if one.max is None]
+        unbounded = [f"role.{name}" for name, role in fleet.role.items() if role.max is None]
         if fleet.unit is not None and fleet.unit.max is None:
             unbounded = ["unit"]
         if unbounded:
@@ -592,9 +597,11 @@ def _check_scale(fleet: DesiredFleet, scale: ScaleSpec) -> None:
         raise ConfigError("scale: ttft, itl and interval must be more than 0")
     if scale.most_per_decode is not None and scale.fewest_per_decode > scale.most_per_decode:
         raise ConfigError("scale: fewest_per_decode is more than most_per_decode")
-    kept = [name for name, one in fleet.role.items() if one.min]
-    if seconds(scale.idle) and kept:
-        raise ConfigError(f"scale.idle stops all instances, and role.{kept[0]} keeps min = {fleet.role[kept[0]].min}")
+    with_minimum = [name for name, role in fleet.role.items() if role.min]
+    if seconds(scale.idle) and with_minimum:
+        raise ConfigError(
+            f"scale.idle stops all instances, and role.{with_minimum[0]} keeps min = {fleet.role[with_minimum[0]].min}"
+        )
     if not fleet.router.count and fleet.router.count is not None:
         raise ConfigError("scale: what is asked for is measured by routers; router.count = 0 has none")
     if not _is_possible(fleet, scale):
@@ -605,7 +612,7 @@ def _check_scale(fleet: DesiredFleet, scale: ScaleSpec) -> None:
 
 
 def _is_possible(fleet: DesiredFleet, scale: ScaleSpec) -> bool:
-    """Whether any fleet that serves is within all bounds."""
+    """True if any fleet that serves is within all bounds."""
     budget = math.inf if scale.budget is None else scale.budget
     most_per_decode = math.inf if scale.most_per_decode is None else scale.most_per_decode
     if fleet.unit is not None:
@@ -615,10 +622,12 @@ def _is_possible(fleet: DesiredFleet, scale: ScaleSpec) -> bool:
     prefill = fleet.role.get("prefill", RoleSpec(count=0, max=0))
     answering = fleet.role["both" if "both" in fleet.role else "decode"]
     may_miss = not prefill.min and (scale.aggregate or "both" in fleet.role)
-    most = [budget // one.tensor_parallel_size if one.max is None else one.max for one in (prefill, answering)]
-    for d in range(max(1, answering.min), int(most[1]) + 1):
+    max_counts = [
+        budget // role.tensor_parallel_size if role.max is None else role.max for role in (prefill, answering)
+    ]
+    for d in range(max(1, answering.min), int(max_counts[1]) + 1):
         p = 0 if may_miss else max(1, prefill.min, math.ceil(scale.fewest_per_decode * d - 1e-9))
         price = p * prefill.tensor_parallel_size + d * answering.tensor_parallel_size
-        if p <= most[0] and p <= most_per_decode * d and price <= budget:
+        if p <= max_counts[0] and p <= most_per_decode * d and price <= budget:
             return True
     return False

@@ -121,19 +121,19 @@ class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Labels of the pods that may reach the router, beside Prometheus with `pod_monitor`. Default: everyone may."""
 
 
-def read_kubernetes(given: Mapping[str, Any]) -> KubernetesSpec:
+def read_kubernetes(table: Mapping[str, Any]) -> KubernetesSpec:
     """The table `[backend.kubernetes]`. Raises `ConfigError` that names the key, and the nearest one that exists."""
     where = "backend.kubernetes"
-    pods = given.get("pod", {})
+    pods = table.get("pod", {})
     if not isinstance(pods, dict):
         raise ConfigError(f"{where}.pod must be a table")
-    for name, one in pods.items():
+    for name, pod_table in pods.items():
         if name not in POD_ROLES:
             raise ConfigError(unknown_key(f"{where}.pod.{name}", name, POD_ROLES))
-        if not isinstance(one, dict):
+        if not isinstance(pod_table, dict):
             raise ConfigError(f"{where}.pod.{name} must be a table")
-    read = {name: read_options(PodSpec, one, f"{where}.pod.{name}") for name, one in pods.items()}
-    spec = read_options(KubernetesSpec, {name: value for name, value in given.items() if name != "pod"}, where)
+    read = {name: read_options(PodSpec, pod_table, f"{where}.pod.{name}") for name, pod_table in pods.items()}
+    spec = read_options(KubernetesSpec, {name: value for name, value in table.items() if name != "pod"}, where)
     for role, pod in read.items():
         for name in pod.secrets:
             _require_variable(f"{where}.pod.{role}.secrets", name)

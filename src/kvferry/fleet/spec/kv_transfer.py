@@ -25,12 +25,12 @@ def kv_role(role: InstanceRole) -> str:
     return _KV_ROLES[role]
 
 
-def require_kv_role(given: str, role: InstanceRole) -> None:
+def require_kv_role(own_role: str, role: InstanceRole) -> None:
     """Raise `ConfigError` if it is the `kv_role` of the other role."""
-    if role != "both" and given not in ("kv_both", kv_role(role)):
+    if role != "both" and own_role not in ("kv_both", kv_role(role)):
         raise ConfigError(
-            f"--kv-transfer-config: a {role} instance cannot have kv_role {given}; leave it out, and each instance has"
-            " its own"
+            f"--kv-transfer-config: a {role} instance cannot have kv_role {own_role}; leave it out, and each instance"
+            " has its own"
         )
 
 
@@ -45,12 +45,14 @@ def hand_off_role(config: KVTransferConfig) -> str:
 def require_registrable(config: KVTransferConfig, role: Role) -> None:
     """Raise `ConfigError` if the `kv_role` of an instance, or of the connector in it that hands off, keeps it from what
     it registers for."""
-    given = next((one for one in (config.kv_role, hand_off_role(config)) if one not in ("kv_both", kv_role(role))), "")
-    if given:
+    own_role = next(
+        (own for own in (config.kv_role, hand_off_role(config)) if own not in ("kv_both", kv_role(role))), ""
+    )
+    if own_role:
         other = "prefill" if role == "decode" else "decode"
         raise ConfigError(
-            f"--register: the instance registers for {role}, but --kv-transfer-config gives it kv_role {given}; leave"
-            f" kv_role out, or start it with `kvferry {other}`"
+            f"--register: the instance registers for {role}, but --kv-transfer-config gives it kv_role {own_role};"
+            f" leave kv_role out, or start it with `kvferry {other}`"
         )
 
 

@@ -32,14 +32,14 @@ class ActorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `gpus` and `resources` are those of each rank."""
 
 
-def read_ray(given: Mapping[str, Any]) -> dict[ActorRole, ActorSpec]:
+def read_ray(table: Mapping[str, Any]) -> dict[ActorRole, ActorSpec]:
     """The table `[backend.ray]`. Raises `ConfigError` that names the key, and the nearest one that exists."""
-    found: dict[ActorRole, ActorSpec] = {}
-    for name, one in given.items():
+    actors: dict[ActorRole, ActorSpec] = {}
+    for name, actor in table.items():
         role = next((role for role in _ROLES if role == name), None)
         if role is None:
             raise ConfigError(unknown_key(f"backend.ray.{name}", name, _ROLES))
-        if not isinstance(one, dict):
+        if not isinstance(actor, dict):
             raise ConfigError(f"backend.ray.{name} must be a table")
-        found[role] = read_options(ActorSpec, one, f"backend.ray.{name}")
-    return found
+        actors[role] = read_options(ActorSpec, actor, f"backend.ray.{name}")
+    return actors

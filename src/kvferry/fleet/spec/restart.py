@@ -1,4 +1,4 @@
-"""What happens when processes exit or hang although nobody has stopped them, as flags say it."""
+"""Flags for processes that exit or hang without having been stopped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvferry.core.settings.model import Settings
 
 
 class RestartPolicy(Settings, frozen=True, kw_only=True):
-    """What happens when processes exit or hang although nobody has stopped them."""
+    """Reaction to processes that exit or hang without having been stopped."""
 
     max_restarts: CountOrZero = 5
     """How many times in a row an instance or the router is restarted, at growing intervals, after it has exited by

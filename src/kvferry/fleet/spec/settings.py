@@ -24,7 +24,7 @@ class Listen(Settings, frozen=True, kw_only=True):
 
 
 class EngineChoice(Settings, frozen=True, kw_only=True):
-    """Which engine runs the model."""
+    """The engine that runs the model."""
 
     engine: Literal["kvferry", "vllm", "sglang"] = "kvferry"
     """Engine that runs the model: kvferry's own, or the servers of vLLM or SGLang, which get all arguments after --."""
@@ -71,7 +71,7 @@ _MAX_INSTANCES = 256
 
 
 class FleetSpec(Settings, frozen=True, kw_only=True):
-    """How many instances of which role run on this machine."""
+    """Number of instances of each role on this machine."""
 
     prefill: CountOrZero | None = None
     """Number of prefill instances. With neither --prefill nor --decode, one of each where there are two cores and no
@@ -122,7 +122,7 @@ class FleetSpec(Settings, frozen=True, kw_only=True):
 
     @property
     def is_split(self) -> bool:
-        """Whether prefill and decode are on different instances."""
+        """True if prefill and decode are on different instances."""
         return bool(self.prefill or self.decode)
 
     @property

@@ -36,7 +36,7 @@ class SpecFile:
             logger.error("the change is refused, and what was wanted before stays in force: %s", error)
 
     async def follow(self) -> DesiredFleet:
-        """What it says now; as long as that is wrong, or the file is not there or does not answer, what it said
+        """The fleet in the file now; as long as that is wrong, or the file is missing or does not answer, the one
         before."""
         try:
             self.fleet = await self._looking.run()
@@ -62,10 +62,10 @@ class SpecFile:
 
     def _stamp(self) -> tuple[int, ...]:
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return ()
-        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+        return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def to_table(fleet: DesiredFleet) -> dict[str, Any]:
@@ -81,19 +81,19 @@ def to_table(fleet: DesiredFleet) -> dict[str, Any]:
 
 
 def _table(value: msgspec.Struct) -> dict[str, Any]:
-    found = {}
+    table = {}
     for field in msgspec.structs.fields(value):
         default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
-        if (one := getattr(value, field.name)) != default:
-            found[field.encode_name] = _plain(one)
-    return found
+        if (item := getattr(value, field.name)) != default:
+            table[field.encode_name] = _plain(item)
+    return table
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
         return _table(value)
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value

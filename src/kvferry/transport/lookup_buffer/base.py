@@ -180,7 +180,7 @@ def check(config: KVTransferConfig) -> None:
         lookup_buffer_class(settings).check_settings(settings)
 
 
-def check_here(config: KVTransferConfig, *, known: bool) -> None:
+def check_here(config: KVTransferConfig, *, has_token: bool) -> None:
     """Raise `ConfigError` if this machine lacks what the transport needs, or as `control.check_here`."""
     require_gpu(options_of(config).transport)
-    control.check_here(config, known=known)
+    control.check_here(config, has_token=has_token)

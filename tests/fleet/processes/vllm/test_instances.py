@@ -100,7 +100,7 @@ def test_threads_are_not_bound_to_cores_where_a_container_is_allowed_fewer_cpus(
     made = instances.VllmInstances.from_settings(
         EngineConfig(model="some/model"), EngineChoice(engine="vllm"), InstanceSpec(), splits=True
     )
-    place = instances.InstancePlace("decode", "decode-0", 0, "127.0.0.1", 9000, (0, 1, 2, 3), 1, {})
+    place = instances.VllmPlacement("decode", "decode-0", 0, "127.0.0.1", 9000, (0, 1, 2, 3), 1, {})
     environment = made.process(place).environment
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind", "else vLLM starts a thread for each core"
     assert environment["OMP_NUM_THREADS"] == "1"

@@ -70,13 +70,15 @@ def find_vllm(python: str | None) -> VllmEnvironment:
     path = python or sys.executable
     if python is not None and not Path(python).is_file():
         raise ConfigError(f"--engine-python {python} is not a file; name a Python interpreter, such as venv/bin/python")
-    found = _ask(path)
-    if not found.vllm:
+    environment = _ask(path)
+    if not environment.vllm:
         raise ConfigError(
             f"--engine vllm: there is no vLLM in the environment of {path}; install it there,"
             " or name the Python of an environment that has it with --engine-python"
         )
-    return VllmEnvironment(path, found.vllm, found.kvferry, found.on_cpu, found.lacks, found.connectors)
+    return VllmEnvironment(
+        path, environment.vllm, environment.kvferry, environment.on_cpu, environment.lacks, environment.connectors
+    )
 
 
 def require_module(python: str, module: str, named_by: str = "kv_connector_module_path") -> None:

@@ -63,7 +63,7 @@ _BIND, _HASH_SEED = "VLLM_CPU_OMP_THREADS_BIND", "PYTHONHASHSEED"
 
 
 @dataclass(frozen=True)
-class InstancePlace:
+class VllmPlacement:
     """Where one instance runs, and its role in the fleet. `index` counts all instances."""
 
     role: InstanceRole
@@ -85,13 +85,13 @@ class InstancePlace:
 
 @dataclass(frozen=True)
 class VllmInstances:
-    """What all vLLM servers of a fleet share. `transfer` None: they move no KV; `for_dynamo`: they are workers of
-    Dynamo's."""
+    """Settings that all vLLM servers of a fleet share. `transfer` None: they move no KV; `for_dynamo`: they are
+    workers of Dynamo's."""
 
     model: str
     names: tuple[str, ...]
     arguments: tuple[str, ...]
-    found: VllmEnvironment
+    environment: VllmEnvironment
     transfer: dict[str, Any] | None
     number: int = 1
     """How many of them run on this machine."""
@@ -113,11 +113,11 @@ class VllmInstances:
         _refuse_flags_kvferry_sets(choice.engine_argument, _DYNAMOS if for_dynamo else _KVFERRYS)
         text = instance.kv_transfer_config or (DEFAULT if splits else None)
         transfer = None if text is None else read_transfer(text)
-        found = find_vllm(choice.engine_python)
-        if transfer is not None and is_ours(transfer) and not found.has_kvferry:
+        environment = find_vllm(choice.engine_python)
+        if transfer is not None and is_ours(transfer) and not environment.has_kvferry:
             raise ConfigError(
-                f"vLLM in the environment of {found.python} does not know kvferry's connectors: install kvferry there,"
-                " or name a connector of vLLM's with --kv-transfer-config"
+                f"vLLM in the environment of {environment.python} does not know kvferry's connectors: install kvferry"
+                " there, or name a connector of vLLM's with --kv-transfer-config"
             )
         if transfer is not None and names_password(text or ""):
             raise ConfigError(
@@ -125,16 +125,16 @@ class VllmInstances:
                 " server: put it into a file, and name that with password_file"
             )
         if transfer is not None:
-            require_possible(transfer, found, choice.engine_argument)
+            require_possible(transfer, environment, choice.engine_argument)
         names, model = instance.served_model_name or (engine.model,), _model(engine.model)
         require_length(choice.engine_argument, model)
         if for_dynamo:
-            _require_dynamo(found, names)
-        return cls(model, names, choice.engine_argument, found, transfer, number, for_dynamo)
+            _require_dynamo(environment, names)
+        return cls(model, names, choice.engine_argument, environment, transfer, number, for_dynamo)
 
     @property
     def has_bootstrap(self) -> bool:
-        """Whether prefill instances have a Mooncake bootstrap server."""
+        """True if prefill instances have a Mooncake bootstrap server."""
         return self.transfer is not None and has_mooncake(self.transfer)
 
     def require_registrable(self, role: Role) -> None:
@@ -146,83 +146,83 @@ class VllmInstances:
         except ConfigError as error:
             raise ConfigError(f"--register: the server registers for {role}, but {error}") from error
 
-    def process(self, place: InstancePlace, bootstrap_port: int = 0) -> ProcessSpec:
+    def process(self, placement: VllmPlacement, bootstrap_port: int = 0) -> ProcessSpec:
         """One vLLM server, with its own ports where vLLM would use fixed ones."""
-        require_length(place.arguments, self.model)
-        port = place.port or free_ports(1, place.host)[0]
-        further = (*self.arguments, *place.arguments)
-        arguments, key = without_key(with_event_ports(further, place.host) if self.for_dynamo else further)
-        host = f"[{place.host}]" if ":" in place.host else place.host
+        require_length(placement.arguments, self.model)
+        port = placement.port or free_ports(1, placement.host)[0]
+        further = (*self.arguments, *placement.arguments)
+        arguments, key = without_key(with_event_ports(further, placement.host) if self.for_dynamo else further)
+        host = f"[{placement.host}]" if ":" in placement.host else placement.host
         return ProcessSpec(
-            name=place.name,
-            command=(*self._command(replace(place, port=port)), *arguments),
-            environment={**self._environment(place, bootstrap_port), **place.environment, **key},
-            hidden=place.hidden,
+            name=placement.name,
+            command=(*self._command(replace(placement, port=port)), *arguments),
+            environment={**self._environment(placement, bootstrap_port), **placement.environment, **key},
+            hidden=placement.hidden,
             foreign=ExternalServer(f"http://{_reachable(host)}:{port}", START, _SOCKETS_IN),
         )
 
-    def _command(self, place: InstancePlace) -> list[str]:
-        command = self._dynamo_command(place) if self.for_dynamo else self._server_command(place)
+    def _command(self, placement: VllmPlacement) -> list[str]:
+        command = self._dynamo_command(placement) if self.for_dynamo else self._server_command(placement)
         if self.transfer is not None:
-            own = for_member(self.transfer, place.role, place.name, place.index, place.node)
+            own = for_member(self.transfer, placement.role, placement.name, placement.index, placement.node)
             command += ["--kv-transfer-config", msgspec.json.encode(own).decode()]
-        if self.found.on_cpu:
+        if self.environment.on_cpu:
             command += cpu_memory_arguments(self.arguments, self.number)
         return command
 
-    def _server_command(self, place: InstancePlace) -> list[str]:
-        command = [self.found.python, "-m", "vllm.entrypoints.cli.main", "serve", self.model]
-        command += ["--served-model-name", *self.names, "--host", place.host, "--port", str(place.port)]
+    def _server_command(self, placement: VllmPlacement) -> list[str]:
+        command = [self.environment.python, "-m", "vllm.entrypoints.cli.main", "serve", self.model]
+        command += ["--served-model-name", *self.names, "--host", placement.host, "--port", str(placement.port)]
         # The usage then contains the number of cached prompt tokens; the log does not show every health check.
         return [*command, "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "/health,/metrics"]
 
-    def _dynamo_command(self, place: InstancePlace) -> list[str]:
+    def _dynamo_command(self, placement: VllmPlacement) -> list[str]:
         """A worker under a process of kvferry's that serves it over HTTP."""
-        python, role = self.found.python, place.role
-        where = (place.name, place.host, str(place.port), f"{place.grace_s:g}")
+        python, role = self.environment.python, placement.role
+        where = (placement.name, placement.host, str(placement.port), f"{placement.grace_s:g}")
         command = [python, "-m", "kvferry.bridge.dynamo.member", role, *where, "--", python, "-m", "dynamo.vllm"]
         command += ["--model", self.model, "--served-model-name", self.names[0]]
         return command if role == "both" else [*command, "--disaggregation-mode", role]
 
-    def _environment(self, place: InstancePlace, bootstrap_port: int) -> dict[str, str]:
-        own = thread_variables(place.num_threads) | device_variables(place.index, self.number)
-        if self.found.on_cpu and os.environ.get(CALM_VLLM) != "0":
+    def _environment(self, placement: VllmPlacement, bootstrap_port: int) -> dict[str, str]:
+        own = thread_variables(placement.num_threads) | device_variables(placement.index, self.number)
+        if self.environment.on_cpu and os.environ.get(CALM_VLLM) != "0":
             own["PYTHONPATH"] = os.pathsep.join([str(CALM), *filter(None, [os.environ.get("PYTHONPATH")])])
         if _BIND not in os.environ:
-            own |= self._binding(place)
+            own |= self._binding(placement)
         if self.transfer is not None:
-            own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = place.host
-            own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1, place.host)[0])
+            own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = placement.host
+            own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1, placement.host)[0])
             if has_lmcache(self.transfer) and _HASH_SEED not in os.environ:
                 own[_HASH_SEED] = "0"  # each server would have names of its own for what is in their store
         if bootstrap_port:
             own["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(bootstrap_port)
         return own
 
-    def _binding(self, place: InstancePlace) -> dict[str, str]:
+    def _binding(self, placement: VllmPlacement) -> dict[str, str]:
         """The cores that vLLM binds its threads to: one thread for each core, whatever OMP_NUM_THREADS says. In a
         container that is allowed fewer CPUs, threads are not bound, and as many as OMP_NUM_THREADS says."""
-        if place.num_threads < len(place.cores):
+        if placement.num_threads < len(placement.cores):
             return {_BIND: "nobind"}
-        if not place.cores or _has_several_workers((*self.arguments, *place.arguments)):
+        if not placement.cores or _has_several_workers((*self.arguments, *placement.arguments)):
             return {}
-        return {_BIND: ",".join(map(str, place.cores))}
+        return {_BIND: ",".join(map(str, placement.cores))}
 
 
 def without_key(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Arguments of `vllm serve` without its key, and the variable in which vLLM reads it too: everyone on the machine
     can read command lines. Raises `ConfigError` for several keys."""
     left, keys, takes = list[str](), list[str](), False
-    for one in arguments:
-        _, has_value, value = one.partition("=")
-        if vllm_key_flag(one):
+    for argument in arguments:
+        _, has_value, value = argument.partition("=")
+        if vllm_key_flag(argument):
             takes = not has_value
             keys = [value] if has_value else []
-        elif takes and not one.startswith("-"):
-            keys.append(one)
+        elif takes and not argument.startswith("-"):
+            keys.append(argument)
         else:
             takes = False
-            left.append(one)
+            left.append(argument)
     if len(keys) > 1:
         raise ConfigError("--api-key: a vLLM server of kvferry's has one key, which is not on its command line")
     return left, {VLLM_KEY_VARIABLE: keys[0]} if keys else {}
@@ -230,12 +230,12 @@ def without_key(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 def _has_several_workers(arguments: Sequence[str]) -> bool:
     """Each worker then needs its own list of cores, which vLLM makes itself."""
-    return any(one.partition("=")[0] in _SEVERAL_WORKERS for one in arguments)
+    return any(argument.partition("=")[0] in _SEVERAL_WORKERS for argument in arguments)
 
 
 def _model(model: str) -> str:
-    """What vLLM loads. Unlike kvferry's engine, it also takes URLs, files, and ids with a variant behind a colon.
-    Raises `ConfigError` for what cannot be a model."""
+    """The model as vLLM loads it. Unlike kvferry's engine, it also takes URLs, files, and ids with a variant behind a
+    colon. Raises `ConfigError` for what cannot be a model."""
     return model if ":" in model or Path(model).is_file() else str(resolve(model))
 
 
@@ -243,20 +243,20 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
 
 
-def _require_dynamo(found: VllmEnvironment, names: Sequence[str]) -> None:
+def _require_dynamo(environment: VllmEnvironment, names: Sequence[str]) -> None:
     """Raise `ConfigError` if Dynamo's workers cannot be started there."""
-    if not found.has_kvferry:
+    if not environment.has_kvferry:
         raise ConfigError(
-            f"Dynamo's workers are served by kvferry: install it in the environment of {found.python} too"
+            f"Dynamo's workers are served by kvferry: install it in the environment of {environment.python} too"
         )
     if len(names) > 1:
         raise ConfigError("--served-model-name: a worker of Dynamo's has one name")
-    require_module(found.python, DYNAMO_MODULE, 'engine.kind = "dynamo":')
+    require_module(environment.python, DYNAMO_MODULE, 'engine.kind = "dynamo":')
 
 
 def _refuse_flags_kvferry_sets(arguments: tuple[str, ...], theirs: Sequence[str]) -> None:
-    for one in arguments:
-        name = one.partition("=")[0].replace("_", "-")
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
         if name in theirs:
             where = "as MODEL" if name == "--model" else "before --"
             raise ConfigError(f"{name} after -- is set by kvferry; give it {where}")

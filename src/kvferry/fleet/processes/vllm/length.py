@@ -43,7 +43,7 @@ def require_length(arguments: Sequence[str], model: str) -> None:
 
 
 def _value_of(arguments: Sequence[str]) -> str | None:
-    """What the last flag of several says."""
+    """Value of the last flag of several."""
     value = None
     for index, argument in enumerate(arguments):
         name, has_value, text = argument.partition("=")

@@ -30,28 +30,28 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """`count` unused ports that this process has not returned recently. Raises `ConfigError` if there are not as
     many."""
     free = (port for port in itertools.islice(_in_turn, len(_CANDIDATES)) if _is_free(host, port))
-    found = list(itertools.islice(free, count))
-    if len(found) < count:
+    ports = list(itertools.islice(free, count))
+    if len(ports) < count:
         raise ConfigError(f"no {count} free ports on {host} between {_FIRST} and {_LAST}")
-    return found
+    return ports
 
 
 def with_event_ports(flags: Sequence[str], host: str) -> list[str]:
     """The flags with a free port for each `*` in the endpoints of `--kv-events-config`, which vLLM and SGLang have:
     servers of one machine cannot share one."""
-    found, is_value = list[str](), False
+    filled, is_value = list[str](), False
     for flag in flags:
         if is_value or flag.startswith(f"{_EVENTS}="):
             flag = _ANY_PORT.sub(lambda match: f"{match[1]}{free_ports(1, host)[0]}", flag)
         is_value = flag == _EVENTS
-        found.append(flag)
-    return found
+        filled.append(flag)
+    return filled
 
 
 def _is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         try:
-            one.bind((host, port))
+            listener.bind((host, port))
         except OSError:
             return False
         return True

@@ -23,7 +23,7 @@ def cpu_memory_arguments(arguments: Sequence[str], num_instances: int) -> list[s
 
     By default, vLLM takes nine tenths of the machine's memory, so that the second of two servers would not start.
     """
-    names = {one.partition("=")[0].replace("_", "-") for one in arguments}
+    names = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
     if num_instances < 2 or names & set(_MEMORY_FLAGS) or _MEMORY_VARIABLE in os.environ:
         return []
     share = usable_memory().available // (2 * num_instances)
@@ -50,6 +50,6 @@ def share_devices(devices: Sequence[str], index: int, num_instances: int) -> Seq
 def visible_devices(environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]:
     """The GPUs that this process may use: those in CUDA_VISIBLE_DEVICES, or all NVIDIA devices."""
     if DEVICES in environment:
-        return [one.strip() for one in environment[DEVICES].split(",") if one.strip() not in ("", "-1")]
-    found = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in folder.iterdir())
-    return [str(number) for number in sorted(int(match[1]) for match in found if match)]
+        return [device.strip() for device in environment[DEVICES].split(",") if device.strip() not in ("", "-1")]
+    matches = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in folder.iterdir())
+    return [str(number) for number in sorted(int(match[1]) for match in matches if match)]

@@ -48,8 +48,8 @@ def read_transfer(text: str) -> dict[str, Any]:
         raise ConfigError('--kv-transfer-config names no "kv_connector"')
     transfer = _named(raw)
     children = () if transfer["kv_connector"] == _PREFIX + _SEVERAL else _children(transfer)
-    for one in (transfer, *children):
-        _check_ours(one)
+    for connector in (transfer, *children):
+        _check_ours(connector)
     return transfer
 
 
@@ -92,34 +92,41 @@ def _ours(transfer: dict[str, Any]) -> KVTransferConfig:
     return KVTransferConfig(kv_connector=transfer["kv_connector"].removeprefix(_PREFIX), kv_connector_extra_config=own)
 
 
-def require_possible(transfer: dict[str, Any], found: VllmEnvironment, arguments: tuple[str, ...]) -> None:
+def require_possible(transfer: dict[str, Any], environment: VllmEnvironment, arguments: tuple[str, ...]) -> None:
     """Raise `ConfigError` for connectors that cannot work there: vLLM would say so only after it has loaded the model.
     `arguments`: vLLM's."""
     name, extra = transfer["kv_connector"], transfer.get("kv_connector_extra_config")
     extra, is_theirs = extra if isinstance(extra, dict) else {}, not name.startswith(_PREFIX)
-    if is_theirs and found.connectors and name not in found.connectors and "kv_connector_module_path" not in transfer:
+    if (
+        is_theirs
+        and environment.connectors
+        and name not in environment.connectors
+        and "kv_connector_module_path" not in transfer
+    ):
         refuse_connector(name)
-        known = [*found.connectors, *(_PREFIX + one for one in connector_names())]
-        raise UnknownName(f"kv_connector of vLLM {found.version}", name, known)
+        names = [*environment.connectors, *(_PREFIX + name for name in connector_names())]
+        raise UnknownName(f"kv_connector of vLLM {environment.version}", name, names)
     package = next((needed for part, needed in _PACKAGES.items() if part in name), None)
-    if is_theirs and package in found.lacks:
-        raise ConfigError(f"{name} needs {package}, which is not installed in the environment of {found.python}")
+    if is_theirs and package in environment.lacks:
+        raise ConfigError(f"{name} needs {package}, which is not installed in the environment of {environment.python}")
     named = () if "kv_connector_module_path" in transfer else (name,)
-    needs_gpus = [one for one in (*named, *extra.get("backends", ())) if one in _ON_GPUS]
-    if found.on_cpu and needs_gpus:
+    needs_gpus = [name for name in (*named, *extra.get("backends", ())) if name in _ON_GPUS]
+    if environment.on_cpu and needs_gpus:
         raise ConfigError(
-            f"--kv-transfer-config: {needs_gpus[0]} is for GPUs, and vLLM in the environment of {found.python} is built"
-            " for CPUs"
+            f"--kv-transfer-config: {needs_gpus[0]} is for GPUs, and vLLM in the environment of {environment.python} is"
+            " built for CPUs"
         )
     transport = extra.get("transport") if not is_theirs else None
-    if found.on_cpu and transport in GPU_TRANSPORTS:
+    if environment.on_cpu and transport in GPU_TRANSPORTS:
         raise ConfigError(
-            f"--kv-transfer-config: transport {transport!r} is for GPUs, and vLLM in the environment of {found.python}"
-            " is built for CPUs; leave it out"
+            f"--kv-transfer-config: transport {transport!r} is for GPUs, and vLLM in the environment of"
+            f" {environment.python} is built for CPUs; leave it out"
         )
     if (module := transfer.get("kv_connector_module_path")) is not None:
-        require_module(found.python, str(module))
-    gives_size = extra.keys() & {"cpu_bytes_to_use", "spec_name"} or any("offloading" in one for one in arguments)
+        require_module(environment.python, str(module))
+    gives_size = extra.keys() & {"cpu_bytes_to_use", "spec_name"} or any(
+        "offloading" in argument for argument in arguments
+    )
     if name == "OffloadingConnector" and not gives_size:
         raise ConfigError(
             '--kv-transfer-config: vLLM\'s OffloadingConnector needs "cpu_bytes_to_use" in kv_connector_extra_config,'
@@ -127,10 +134,10 @@ def require_possible(transfer: dict[str, Any], found: VllmEnvironment, arguments
         )
     if not is_theirs and name.removeprefix(_PREFIX) in BUILTIN:
         with suppress(MissingDependency):  # vLLM's environment may have it
-            find_connector(config := _ours(transfer)).check_here(config, known=True)
+            find_connector(config := _ours(transfer)).check_here(config, has_token=True)
     elif is_theirs:
         for child in _children(transfer):
-            require_possible(child, found, arguments)
+            require_possible(child, environment, arguments)
         if name == _SEVERAL:
             _require_one_hand_off(_children(transfer))
 
@@ -143,7 +150,9 @@ def _require_one_hand_off(children: list[dict[str, Any]]) -> None:
             f'--kv-transfer-config: vLLM\'s {_SEVERAL} needs "connectors" in kv_connector_extra_config, a list of those'
             " that it joins"
         )
-    names = [one["kv_connector"] for one in children if (one.get("kv_connector_extra_config") or {}).get("hand_off", 1)]
+    names = [
+        child["kv_connector"] for child in children if (child.get("kv_connector_extra_config") or {}).get("hand_off", 1)
+    ]
     ours = [name for name in names if name.removeprefix(_PREFIX) in BUILTIN and name.startswith(_PREFIX)]
     theirs = [name for name in names if name in VLLM_HAND_OFF_CONNECTORS]
     if len(ours) > 1:
@@ -156,17 +165,17 @@ def _require_one_hand_off(children: list[dict[str, Any]]) -> None:
 
 
 def is_ours(transfer: dict[str, Any]) -> bool:
-    """Whether vLLM needs kvferry's plugin for it."""
+    """True if vLLM needs kvferry's plugin for it."""
     return transfer["kv_connector"].startswith(_PREFIX) or any(map(is_ours, _children(transfer)))
 
 
 def has_mooncake(transfer: dict[str, Any]) -> bool:
-    """Whether a prefill instance has a Mooncake bootstrap server."""
+    """True if a prefill instance has a Mooncake bootstrap server."""
     return bool(transfer["kv_connector"] == "MooncakeConnector")
 
 
 def has_lmcache(transfer: dict[str, Any]) -> bool:
-    """Whether a connector of LMCache's own is among them."""
+    """True if a connector of LMCache's own is among them."""
     return any(has_lmcache(child) for child in _children(transfer)) or transfer["kv_connector"].startswith("LMCache")
 
 
@@ -177,11 +186,11 @@ def require_registrable(transfer: dict[str, Any], role: Role) -> None:
     extra = transfer.get("kv_connector_extra_config", {})
     if not transfer["kv_connector"].startswith(_PREFIX) or extra.get("hand_off") is False:
         return
-    given = transfer.get("kv_role", kv_role(role))
-    require_kv_role(given, role)
+    own_role = transfer.get("kv_role", kv_role(role))
+    require_kv_role(own_role, role)
     if transfer["kv_connector"] == _PREFIX + _SEVERAL:
         own = {key: value for key, value in extra.items() if key not in _ADAPTERS}
-        config = KVTransferConfig(kv_connector=_SEVERAL, kv_role=given, kv_connector_extra_config=own)
+        config = KVTransferConfig(kv_connector=_SEVERAL, kv_role=own_role, kv_connector_extra_config=own)
         with suppress(MissingDependency):
             require_kv_role(hand_off_role(config), role)
 
@@ -236,8 +245,8 @@ def _with_roles(transfer: dict[str, Any], role: InstanceRole, *, beside_hand_off
     children = _children(transfer)
     if children and transfer["kv_connector"] != f"{_PREFIX}{_SEVERAL}":
         extra = transfer["kv_connector_extra_config"]
-        beside = any(one["kv_connector"] in _HAND_OFF for one in children)
-        named = [_with_roles(one, role, beside_hand_off=beside) for one in children]
+        beside = any(child["kv_connector"] in _HAND_OFF for child in children)
+        named = [_with_roles(child, role, beside_hand_off=beside) for child in children]
         own["kv_connector_extra_config"] = {**extra, "connectors": named}
     return own
 
@@ -249,6 +258,6 @@ def _hands_off(name: str) -> bool:
 def _children(transfer: dict[str, Any]) -> list[dict[str, Any]]:
     """The connectors that a MultiConnector joins."""
     extra = transfer.get("kv_connector_extra_config")
-    found = extra.get("connectors") if isinstance(extra, dict) else None
-    children = found if isinstance(found, list) else []
-    return [one for one in children if isinstance(one, dict) and isinstance(one.get("kv_connector"), str)]
+    connectors = extra.get("connectors") if isinstance(extra, dict) else None
+    children = connectors if isinstance(connectors, list) else []
+    return [child for child in children if isinstance(child, dict) and isinstance(child.get("kv_connector"), str)]
