@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 FLAG = re.compile(r"(?<![\w`-])--([a-z][a-z0-9-]*[a-z0-9])(?![a-z0-9-])")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-OWN = {"--config", "--help", "--version", "--ready-fd", "--settings-fd"}
+OWN = {"--config", "--help", "--help-all", "--version", "--ready-fd", "--settings-fd"}
 """Of every command, or shown by none."""
 
 FOREIGN = {

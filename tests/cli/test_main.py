@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 
 from cli.torch_blocked import TorchBlocked
+from docs_site.commands import commands
 from kvferry import __version__
 from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.flags import complete
-from kvferry.cli.main import COMMANDS, ENVIRONMENT, app, for_engine, main
+from kvferry.cli.main import COMMANDS, ENVIRONMENT, HELP, app, for_engine, main
 from kvferry.core.settings.flags import flag_name
 from kvferry.core.settings.model import field_help
 from kvferry.engine.config import EngineConfig
@@ -89,7 +91,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_setting_is_a_flag_with_its_help(
     command: str, configs: list[type], absent: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, "--help"]) == 0
+    assert main([command, "--help-all"]) == 0
     text = capsys.readouterr().out
     flat = " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
     for config in configs:
@@ -99,6 +101,42 @@ def test_every_setting_is_a_flag_with_its_help(
             assert (flag_name(name) in text) == (name not in absent)
             assert name in absent or " ".join(help_text.split()[:3]) in flat
     assert "--ready-fd" not in text
+
+
+@pytest.mark.parametrize("command", ["serve", "prefill", "decode", "router", "picker", "calibrate", "cache warm"])
+def test_help_shows_the_flags_that_most_users_set_and_names_the_page_with_all(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = {}
+    for page in ("--help", "--help-all"):
+        assert main([*command.split(), page]) == 0
+        pages[page] = capsys.readouterr().out
+    short, full = (set(re.findall(r"^│ (?:[* ]  )?(?:[A-Z]+ )?(--[a-z-]+)", page, re.M)) for page in pages.values())
+    assert short < full
+    assert re.fullmatch(rf"\d+ more flags: kvferry {command} --help-all", pages["--help"].splitlines()[-1])
+    assert "--help-all" not in pages["--help-all"]
+    assert len(pages["--help"].splitlines()) < 100
+
+
+def test_a_command_of_few_flags_has_one_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its `--admin-key` is its own, and not the servers' setting of the same name, which few set."""
+    for page in ("--help", "--help-all"):
+        assert main(["fleet", "list", page]) == 0
+        text = capsys.readouterr().out
+        assert "--admin-key" in text
+        assert "more flags" not in text
+
+
+@pytest.mark.parametrize("command", ["", *commands()])
+def test_examples_in_help_can_be_pasted(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At 80 columns each line of an example is a line of the terminal, and nothing follows a backslash."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command.split(), "--help"]) == 0
+    printed = {line.removeprefix(" ") for line in capsys.readouterr().out.splitlines()}
+    text = HELP if not command else inspect.getdoc(commands()[command].default_command) or ""
+    assert {line[4:] for line in text.splitlines() if line.startswith("    ")} <= printed
 
 
 def test_python_dash_m_works() -> None:

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
+from docs_site.commands import commands as every_command
 from kvferry.cli import instance, serve
-from kvferry.cli.main import COMMANDS, HELP, app, main
+from kvferry.cli.main import HELP, app, main
 from kvferry.fleet.processes.vllm import instances as vllm_instances
 from kvferry.fleet.processes.vllm.environment import VllmEnvironment
 from kvferry.fleet.processes.vllm.ports import free_ports
@@ -48,12 +49,9 @@ def commands(page: Path) -> list[str]:
 
 
 def examples() -> Iterator[str]:
-    """The commands that `--help` shows."""
-    for text in [HELP, *(inspect.getdoc(app[command].default_command) for command in COMMANDS)]:
-        for block in re.findall(r"(?:^ {4}\S.*\n?)+", str(text), re.MULTILINE):
-            command = " ".join(block.split())
-            if command.startswith("kvferry "):
-                yield command
+    """The commands that `--help` shows, continued lines joined."""
+    for text in [HELP, *(inspect.getdoc(command.default_command) for command in every_command().values())]:
+        yield from re.findall(r"^ {4}(kvferry .*)", re.sub(r"\\\n\s*", "", str(text)), re.MULTILINE)
 
 
 def kvferrys() -> list[str]:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
 from kvferry.cli.flags import defaults_of, flags_of
+from kvferry.cli.help import settings_group
 from kvferry.cli.terminal.display import open_display
 from kvferry.cli.terminal.summary import ServeSummary
 from kvferry.core.settings.model import field_help
@@ -51,21 +52,25 @@ else:
     LogFields = flags_of(LogConfig)
     RestartFields = flags_of(RestartPolicy)
     RouterFields = flags_of(RouterConfig, sort_key=4)
-    RouterOptionFields = flags_of(RouterConfig, without=("prefill_url", "decode_url", "bootstrap_port"), sort_key=4)
+    RouterOptionFields = flags_of(
+        RouterConfig, without=("prefill_url", "decode_url", "bootstrap_port"), sort_key=4, has_common=False
+    )
+
+_KEYS = settings_group("Keys and TLS", 7, HttpAccess, InstanceAccess)
 
 Model = Annotated[str, Parameter(help=field_help(EngineConfig)["model"])]
-FleetFlags = Annotated[FleetFields, Parameter(name="*", group=Group("Fleet", sort_key=1))]
-RestartFlags = Annotated[RestartFields, Parameter(name="*", group=Group("Restarts", sort_key=1))]
-ListenFlags = Annotated[ListenFields, Parameter(name="*", group=Group("Listening", sort_key=2))]
-InstanceFlags = Annotated[InstanceFields, Parameter(name="*", group=Group("Instance", sort_key=3))]
-RouterFlags = Annotated[RouterFields, Parameter(name="*", group=Group("Router", sort_key=4))]
-RouterOptionFlags = Annotated[RouterOptionFields, Parameter(name="*", group=Group("Router", sort_key=4))]
-ChoiceFlags = Annotated[ChoiceFields, Parameter(name="*", group=Group("Which engine", sort_key=5))]
-EngineFlags = Annotated[EngineFields, Parameter(name="*", group=Group("kvferry's engine", sort_key=6))]
-AccessFlags = Annotated[AccessFields, Parameter(name="*", group=Group("Keys and TLS", sort_key=7))]
-InstanceAccessFlags = Annotated[InstanceAccessFields, Parameter(name="*", group=Group("Keys and TLS", sort_key=7))]
-LimitFlags = Annotated[LimitFields, Parameter(name="*", group=Group("Limits of HTTP", sort_key=8))]
-LogFlags = Annotated[LogFields, Parameter(name="*", group=Group("Logging", sort_key=9))]
+FleetFlags = Annotated[FleetFields, Parameter(name="*", group=settings_group("Fleet", 1, FleetSpec))]
+RestartFlags = Annotated[RestartFields, Parameter(name="*", group=settings_group("Restarts", 1, RestartPolicy))]
+ListenFlags = Annotated[ListenFields, Parameter(name="*", group=settings_group("Listening", 2, Listen))]
+InstanceFlags = Annotated[InstanceFields, Parameter(name="*", group=settings_group("Instance", 3, InstanceSpec))]
+RouterFlags = Annotated[RouterFields, Parameter(name="*", group=settings_group("Router", 4, RouterConfig))]
+RouterOptionFlags = Annotated[RouterOptionFields, Parameter(name="*", group=settings_group("Router", 4, RouterConfig))]
+ChoiceFlags = Annotated[ChoiceFields, Parameter(name="*", group=settings_group("Which engine", 5, EngineChoice))]
+EngineFlags = Annotated[EngineFields, Parameter(name="*", group=settings_group("kvferry's engine", 6, EngineConfig))]
+AccessFlags = Annotated[AccessFields, Parameter(name="*", group=_KEYS)]
+InstanceAccessFlags = Annotated[InstanceAccessFields, Parameter(name="*", group=_KEYS)]
+LimitFlags = Annotated[LimitFields, Parameter(name="*", group=settings_group("Limits of HTTP", 8, HttpLimits))]
+LogFlags = Annotated[LogFields, Parameter(name="*", group=settings_group("Logging", 9, LogConfig))]
 ACCESS, LIMITS = defaults_of(AccessFields), defaults_of(LimitFields)
 INSTANCE_ACCESS = defaults_of(InstanceAccessFields)
 LOG, RESTARTS = defaults_of(LogFields), defaults_of(RestartFields)

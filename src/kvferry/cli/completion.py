@@ -23,9 +23,10 @@ def add_completion(app: App) -> None:
     """Give the command line this command."""
 
     def completion(shell: Annotated[Shell, Parameter(help="The shell.")]) -> int:
-        """Print a script that makes a shell complete kvferry's commands, flags and names.
+        r"""Print a script that makes a shell complete kvferry's commands, flags and names.
 
-        kvferry completion bash > ~/.local/share/bash-completion/completions/kvferry
+        kvferry completion bash \
+          > ~/.local/share/bash-completion/completions/kvferry
 
         kvferry completion zsh > "${fpath[1]}/_kvferry"
 

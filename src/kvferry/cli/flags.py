@@ -8,15 +8,19 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import Group, Parameter
 
+from kvferry.cli.help import settings_group
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.model import Settings, SettingsField, field_help, settings_fields
 
 T = TypeVar("T")
 
 
-def flags_of(config: type[Settings], without: Iterable[str] = (), sort_key: int = 0) -> type[Any]:
+def flags_of(
+    config: type[Settings], without: Iterable[str] = (), sort_key: int = 0, has_common: bool = True
+) -> type[Any]:
     """A dataclass with the fields of `config` that are flags, annotated for cyclopts. A field with a `heading` begins a
-    group of flags; the groups of `config` come in its order, at `sort_key` among all others.
+    group of flags; the groups of `config` come in its order, at `sort_key` among all others. Without
+    `has_common`, those with a `heading` are in `--help-all` only.
 
     It is a class of its own because cyclopts makes the object, and an error in a setting is to be raised where it can
     be shown to the user in one line: by `complete`.
@@ -24,9 +28,10 @@ def flags_of(config: type[Settings], without: Iterable[str] = (), sort_key: int 
     helps, hints, skipped = field_help(config), get_type_hints(config), set(without)
     views: list[tuple[str, Any, Any]] = []
     group: Group | None = None
+    kinds = (config,) if has_common else ()
     for number, setting in enumerate(settings_fields(config)):
         if setting.heading:
-            group = Group(setting.heading, sort_key=sort_key + number / 1000)
+            group = settings_group(setting.heading, sort_key + number / 1000, *kinds)
         if setting.name not in skipped:
             parameter = _parameter(setting, helps[setting.name], group)
             default = field() if setting.required else field(default=setting.default)

@@ -24,6 +24,7 @@ from kvferry.cli.fleet.init import add_to as add_init_to
 from kvferry.cli.fleet.recommend import add_to as add_recommend_to
 from kvferry.cli.fleet.render import add_to as add_render_to
 from kvferry.cli.fleet.run import add_to as add_run_to
+from kvferry.cli.help import PAGES
 from kvferry.cli.instance import decode, prefill
 from kvferry.cli.picker import picker
 from kvferry.cli.rank import rank
@@ -44,7 +45,7 @@ _PREFIX = "KVFERRY_"
 COMMANDS = ("serve", "prefill", "decode", "router", "picker", "demo")
 ENVIRONMENT = Env(_PREFIX, command=False)
 
-HELP = """
+HELP = r"""
 Serve large language models with **prefill and decode on different instances**.
 
 A long prompt then no longer stalls other requests' answers: prefill instances compute prompts, decode instances
@@ -52,7 +53,9 @@ generate answers, and the KV cache moves from one to the other. All on one machi
 
     kvferry serve kvferry/tiny-python --prefill 1 --decode 1
 
-    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def add(a, b):"}'
+    curl http://127.0.0.1:8000/v1/completions \
+      -H 'Content-Type: application/json' \
+      -d '{"prompt": "def add(a, b):"}'
 
 With vLLM's servers instead of kvferry's own engine; arguments after `--` are passed to vLLM:
 
@@ -61,10 +64,9 @@ With vLLM's servers instead of kvferry's own engine; arguments after `--` are pa
 The same parts one by one, on one machine or several:
 
     kvferry prefill MODEL --port 8001
-
     kvferry decode MODEL --port 8002
-
-    kvferry router --prefill-url http://127.0.0.1:8001 --decode-url http://127.0.0.1:8002
+    kvferry router --prefill-url http://127.0.0.1:8001 \
+      --decode-url http://127.0.0.1:8002
 
 Every flag can also be set by an environment variable (`--max-num-seqs` by `KVFERRY_MAX_NUM_SEQS`) or in a TOML file
 (`--config`, tables [engine], [router], [serve]). The command line wins, then the environment, then the file.
@@ -83,7 +85,12 @@ _IMPORTED_WHEN_USED = {
 """No instance or router is to load a simulator, or a terminal's widgets, when it starts."""
 
 app = App(
-    name="kvferry", help=HELP, version=__version__, version_flags=["--version"], suppress_keyboard_interrupt=False
+    name="kvferry",
+    help=HELP,
+    help_formatter=PAGES,
+    version=__version__,
+    version_flags=["--version"],
+    suppress_keyboard_interrupt=False,
 )
 app.meta.suppress_keyboard_interrupt = False  # `main` ends the process without waiting for threads
 app.meta.group_parameters = Group("Everywhere", sort_key=99)
@@ -135,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not argv:
             return home.main()
         if argv[0].startswith("-"):  # help is to say what each command does
-            for name in _IMPORTED_WHEN_USED:
+            for name in (*_IMPORTED_WHEN_USED, "trace"):
                 app[name]
         code = exit_code_of(lambda: _run(argv))
         sys.stdout.flush()  # what cannot be written is to be known before the exit code is
@@ -148,7 +155,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    code: int | None = app.meta(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    tokens = PAGES.begin(arguments)
+    code: int | None = app.meta(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    sys.stdout.write(PAGES.end(tokens))
     return code or 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
 from kvferry.cli.common import (
     ACCESS,
@@ -23,6 +23,7 @@ from kvferry.cli.common import (
     reporting,
 )
 from kvferry.cli.flags import complete, defaults_of, flags_of
+from kvferry.cli.help import settings_group
 from kvferry.cli.terminal.summary import summary_of
 from kvferry.core.errors import MissingDependency
 from kvferry.core.keys import shared_token
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 else:
     PickerFields = flags_of(PickerConfig)
 
-PickerFlags = Annotated[PickerFields, Parameter(name="*", group=Group("Picker", sort_key=1))]
+PickerFlags = Annotated[PickerFields, Parameter(name="*", group=settings_group("Picker", 1, PickerConfig))]
 PICKER = defaults_of(PickerFields)
 
 
@@ -55,11 +56,12 @@ def picker(
     instance_access: InstanceAccessFlags = INSTANCE_ACCESS,
     ready_fd: ReadyFd = None,
 ) -> int:
-    """Start an endpoint picker: it tells a gateway (Envoy) which instance each request goes to, with a router's policy.
+    r"""Start an endpoint picker: it tells a gateway (Envoy) which instance a request goes to, with a router's policy.
 
     It speaks the protocol of the Gateway API Inference Extension, by gRPC, and needs kvferry[picker]:
 
-        kvferry picker --grpc-port 9002 --decode-url http://10.0.0.2:8002 --decode-url http://10.0.0.3:8002
+        kvferry picker --grpc-port 9002 \
+          --decode-url http://10.0.0.2:8002 --decode-url http://10.0.0.3:8002
     """
     address, keys, http_limits = complete(Listen, listen), complete(HttpAccess, access), complete(HttpLimits, limits)
     config, instances = complete(RouterConfig, router), complete(InstanceAccess, instance_access)

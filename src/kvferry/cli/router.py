@@ -47,11 +47,12 @@ def router(
     instance_access: InstanceAccessFlags = INSTANCE_ACCESS,
     ready_fd: ReadyFd = None,
 ) -> int:
-    """Start a router: one OpenAI endpoint in front of prefill and decode instances.
+    r"""Start a router: one OpenAI endpoint in front of prefill and decode instances.
 
     The instances may be kvferry's or vLLM's:
 
-        kvferry router --prefill-url http://10.0.0.1:8001 --decode-url http://10.0.0.2:8002
+        kvferry router --prefill-url http://10.0.0.1:8001 \
+          --decode-url http://10.0.0.2:8002
     """
     address, keys, http_limits = complete(Listen, listen), complete(HttpAccess, access), complete(HttpLimits, limits)
     config, instances = complete(RouterConfig, router), complete(InstanceAccess, instance_access)

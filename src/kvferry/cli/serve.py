@@ -72,29 +72,26 @@ def serve(
     instance_access: InstanceAccessFlags = INSTANCE_ACCESS,
     ready_fd: ReadyFd = None,
 ) -> int:
-    """Serve a model on this machine, behind one OpenAI endpoint. Ctrl-C ends everything it started.
+    r"""Serve a model on this machine, behind one OpenAI endpoint. Ctrl-C ends everything it started.
 
-    Prefill and decode on different instances, with a router in front:
-
-        kvferry serve kvferry/tiny-python --prefill 1 --decode 1
-
-    Two prefill instances and one decode instance, the KV cache handed over through files:
-
-        kvferry serve kvferry/tiny-python --prefill 2 --kv-transfer-config '{"kv_connector":"SharedStorageConnector",
-        "kv_connector_extra_config":{"shared_storage_path":"/tmp/kvferry-blocks"}}'
-
-    One instance that does both, without a router:
+    One prefill and one decode instance, where there are two cores, and a router in front:
 
         kvferry serve kvferry/tiny-python
 
-    The same with vLLM's servers, which get all arguments after `--`. Name the Python of vLLM's environment if it is not
-    kvferry's own:
+    Two prefill instances and one decode instance:
 
-        kvferry serve MODEL --engine vllm --engine-python /opt/vllm/bin/python --prefill 1 -- --dtype bfloat16
+        kvferry serve kvferry/tiny-python --prefill 2
 
-    One of vLLM's own connectors:
+    One instance that does both, without a router:
 
-        kvferry serve MODEL --engine vllm --prefill 1 --kv-transfer-config '{"kv_connector":"NixlConnector"}'
+        kvferry serve kvferry/tiny-python --prefill 0
+
+    The same with vLLM's servers, which get all arguments after `--`, and one of vLLM's own connectors. Name the Python
+    of vLLM's environment if it is not kvferry's own:
+
+        kvferry serve MODEL --engine vllm --engine-python /opt/vllm/bin/python \
+          --prefill 1 --kv-transfer-config '{"kv_connector":"NixlConnector"}' \
+          -- --dtype bfloat16
 
     On a Ray cluster that this machine is in:
 

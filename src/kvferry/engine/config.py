@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.addresses import parse_address
 from kvferry.core.settings.bounds import Count, Seconds, Seed
-from kvferry.core.settings.model import Settings, alias, heading
+from kvferry.core.settings.model import COMMON, Settings, alias, heading
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.patch_names import require_known_patches
 from kvferry.kv_events.sockets import require_endpoint
@@ -33,10 +33,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     dtype: Annotated[DType, heading("kvferry's engine: model")] = "auto"
     """Data type of weights and KV; auto uses the checkpoint's own."""
 
-    device: Device = "auto"
+    device: Annotated[Device, COMMON] = "auto"
     """Where the model runs; auto uses a GPU if there is one."""
 
-    tensor_parallel_size: Annotated[Count, alias("tp")] = 1
+    tensor_parallel_size: Annotated[Count, alias("tp"), COMMON] = 1
     """Number of ranks that share the weights, the KV cache and the work of the model. Each is a process on this
     machine (unless --ranks-at is set), with a GPU of its own if there are GPUs."""
 
@@ -49,7 +49,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     """CPU threads of the model on all ranks together. Default: OMP_NUM_THREADS, or all cores that this process may
     use, or what its container's CPU limit allows."""
 
-    max_model_len: Count | None = None
+    max_model_len: Annotated[Count | None, COMMON] = None
     """Longest prompt plus answer, in tokens. Default: the model's own limit."""
 
     trust_remote_code: bool = False
@@ -76,7 +76,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     block_size: Annotated[Count, heading("kvferry's engine: KV cache")] = 32
     """Tokens per KV block."""
 
-    kv_cache_memory: str | None = None
+    kv_cache_memory: Annotated[str | None, COMMON] = None
     """Size of the KV cache on all ranks together, such as 512MiB or 2GiB. Default: a share of the free memory."""
 
     prefix_caching: bool = True

@@ -13,13 +13,13 @@ import os
 import sys
 import time
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.settings import environment
-from kvferry.core.settings.model import Settings
+from kvferry.core.settings.model import COMMON, Settings
 
 INSTANCE_VARIABLE = environment.INSTANCE_NAME
 """Set by a supervisor for its children: their names in the fleet."""
@@ -43,7 +43,7 @@ class LogConfig(Settings, frozen=True, kw_only=True):
     log_format: Literal["text", "json"] = "text"
     """Format of the log on standard error: text for people, or json, one object per line, for log collectors."""
 
-    verbose: bool = False
+    verbose: Annotated[bool, COMMON] = False
     """Write log lines to standard error instead of a file. So it is with --log-format json, in a container and under
     systemd, too."""
 

@@ -17,7 +17,7 @@ from kvferry.core.settings.bounds import (
     Seconds,
     SecondsOrZero,
 )
-from kvferry.core.settings.model import Settings, heading
+from kvferry.core.settings.model import COMMON, Settings, heading
 from kvferry.core.settings.units import parse_bytes
 from kvferry.router.paths import parse_path
 
@@ -32,11 +32,11 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     """One router: the instances behind it, how requests are handed off, and its bounds. `heading` begins a group
     of flags in `--help` and in the reference."""
 
-    prefill_url: Annotated[tuple[str, ...], heading("Router: instances")] = ()
+    prefill_url: Annotated[tuple[str, ...], heading("Router: instances"), COMMON] = ()
     """Base URL of a prefill instance; repeat it for more. Without any, decode instances do both phases.
     dynamo://NAMESPACE/COMPONENT: all workers of Dynamo's that its discovery has there."""
 
-    decode_url: tuple[str, ...] = ()
+    decode_url: Annotated[tuple[str, ...], COMMON] = ()
     """Base URL of a decode instance; repeat it for more."""
 
     dynamo_python: Path | None = None
@@ -47,7 +47,7 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     """File with one instance per line: 'prefill URL' or 'decode URL'. The router follows its changes: new instances are
     added, and missing ones are drained and then removed."""
 
-    registration: bool = False
+    registration: Annotated[bool, COMMON] = False
     """Take instances that register themselves (`kvferry prefill|decode --register URL`). They and the router need the
     same KVFERRY_AUTH_TOKEN. The router then also starts without any instance."""
 
@@ -75,7 +75,7 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     as http://10.0.0.1:8000=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558; repeat it for more. Instances of kvferry's tell the
     router themselves. Needs kvferry[events]."""
 
-    policy: Annotated[str, heading("Router: choice of instances")] = "cost"
+    policy: Annotated[str, heading("Router: choice of instances"), COMMON] = "cost"
     """Policy that chooses the instances of a request: cost (least predicted time), prefix, session, least_loaded,
     power_of_two, round_robin, random, the name of an entry point in the group kvferry.policies, or module:Class.
     Without --kv-events on the instances, those that look at prompts know of caches only what they have sent there

@@ -90,15 +90,17 @@ def warm(
     engine: EngineFlags = ENGINE,
     log: LogFlags = LOG,
 ) -> int:
-    """Compute documents once and keep their KV, pinned, in all tiers of a store.
+    r"""Compute documents once and keep their KV, pinned, in all tiers of a store.
 
     Prompts that begin with one of them then load this KV instead of computing it. With a running instance or router:
 
-        kvferry cache warm handbook.txt questions.jsonl --url http://127.0.0.1:8000
+        kvferry cache warm handbook.txt questions.jsonl \
+          --url http://127.0.0.1:8000
 
     With an engine of its own, for a store that instances share; its flags (--dtype, --block-size, …) must be theirs:
 
-        kvferry cache warm handbook.txt --model MODEL --store file:/var/lib/kvferry
+        kvferry cache warm handbook.txt --model MODEL \
+          --store file:/var/lib/kvferry
 
     Blocks that are already there are not computed again; --unpin lets them be evicted again. Exit code 1 if a document
     is not kept completely.

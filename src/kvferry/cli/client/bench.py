@@ -55,9 +55,12 @@ def bench(
     api_key: Annotated[str | None, Parameter(help="API key of the server, if it has one.")] = None,
     tls_ca: Annotated[Path | None, Parameter(help="Certificate authorities (PEM) of a server at https://.")] = None,
 ) -> int:
-    """Load a server in an open loop: requests come at their times, whatever has become of those before.
+    r"""Load a server in an open loop: requests come at their times, whatever has become of those before.
 
-        kvferry bench http://127.0.0.1:8000 --rate 2 --prompt-tokens 1024 --compare
+    Random prompts of one length, and as many again without hand-offs:
+
+        kvferry bench http://127.0.0.1:8000 --rate 2 \
+          --prompt-tokens 1024 --compare
 
     Goodput is the number of answers a second within the targets. Exit code 1: a request failed.
     """

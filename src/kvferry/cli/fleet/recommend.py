@@ -45,10 +45,13 @@ def recommend(
         ),
     ] = False,
 ) -> int:
-    """Say how many instances a fleet needs, for an autoscaler that starts them: the routers' metrics then have
+    r"""Say how many instances a fleet needs, for an autoscaler that starts them: the routers' metrics then have
     `kvferry_fleet_desired_instances`.
 
-        kvferry fleet recommend chat.toml --router http://chat-router-0.chat-routers:8000
+    Beside the routers, in the cluster of a fleet:
+
+        kvferry fleet recommend chat.toml \
+          --router http://chat-router-0.chat-routers:8000
 
     `kvferry fleet render` writes a Deployment of it. SIGTERM ends the command, and the counts stay as they are.
     """

@@ -81,7 +81,7 @@ def plan(
     seed: SeedFlag = 0,
     json: JsonFlag = False,
 ) -> int:
-    """Find the cheapest fleet that serves a trace within its targets: how many instances, prefill and decode apart or
+    r"""Find the cheapest fleet that serves a trace within its targets: how many instances, prefill and decode apart or
     not, the size of their chunks, the settings of the router, and how KV is moved and kept. Says so where there is no
     reason to disaggregate, and where a store would find nothing.
 
@@ -90,7 +90,8 @@ def plan(
 
         kvferry calibrate MODEL --write times.json
 
-        kvferry plan trace.jsonl --slo ttft=2s,itl=50ms --budget 8 --times times.json --write chat.toml
+        kvferry plan trace.jsonl --slo ttft=2s,itl=50ms --budget 8 \
+          --times times.json --write chat.toml
 
     The exit code is 1 if no fleet within the budget keeps the targets.
     """

@@ -70,7 +70,7 @@ def simulate(
     ] = 0,
     json: JsonFlag = False,
 ) -> int:
-    """Run a recorded trace on a fleet's spec, on a virtual clock, and show which latencies its clients would see.
+    r"""Run a recorded trace on a fleet's spec, on a virtual clock, and show which latencies its clients would see.
 
     The router, the servers, the engine's scheduler, its blocks and the connector are kvferry's own code; the forward
     pass, bytes on a wire and the start of a process only take the time that was measured. With a table [scale] in the
@@ -78,7 +78,8 @@ def simulate(
 
         kvferry calibrate MODEL --write times.json
 
-        kvferry simulate chat.toml --trace trace.jsonl --slo ttft=2s,itl=50ms --times times.json
+        kvferry simulate chat.toml --trace trace.jsonl \
+          --slo ttft=2s,itl=50ms --times times.json
     """
     part = TracePart(trace, from_s, for_s, speed)
     SEED.require("--seed", seed)

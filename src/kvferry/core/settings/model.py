@@ -45,6 +45,9 @@ def alias(flag: str) -> msgspec.Meta:
     return msgspec.Meta(extra={"alias": flag})
 
 
+COMMON = msgspec.Meta(extra={"common": True})
+"""Annotation of a field that most users set, or have to: `--help` shows its flag, and not `--help-all` alone."""
+
 SECRET = msgspec.Meta(extra={"secret": True})
 """Annotation of a field that is a secret: it is in no command line, no spec and no log."""
 
@@ -60,6 +63,7 @@ class SettingsField:
     heading: str = ""
     alias: str = ""
     secret: bool = False
+    common: bool = False
 
 
 @cache
@@ -117,10 +121,10 @@ def _encoded(value: Any) -> Any:
 
 
 def _extra(hint: Any) -> dict[str, Any]:
-    """The values of `heading`, `alias` and `SECRET` in an annotation."""
+    """The values of `heading`, `alias`, `SECRET` and `COMMON` in an annotation."""
     if get_origin(hint) is not Annotated:
         return {}
-    names = ("heading", "alias", "secret")
+    names = ("heading", "alias", "secret", "common")
     extras = (meta.extra for meta in get_args(hint)[1:] if isinstance(meta, msgspec.Meta) and meta.extra)
     return {key: value for extra in extras for key, value in extra.items() if key in names}
 

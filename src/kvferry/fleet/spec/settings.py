@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import CountOrZero, Port, PortOrAny, SecondsOrZero
-from kvferry.core.settings.model import Settings
+from kvferry.core.settings.model import COMMON, Settings
 
 
 class Listen(Settings, frozen=True, kw_only=True):
     """Where a process answers HTTP, and how it stops."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, COMMON] = "127.0.0.1"
     """Address to listen on; only this machine can reach the default."""
 
-    port: PortOrAny = 8000
+    port: Annotated[PortOrAny, COMMON] = 8000
     """Port to listen on; 0 takes any free one."""
 
     grace_s: SecondsOrZero = 30.0
@@ -26,7 +26,7 @@ class Listen(Settings, frozen=True, kw_only=True):
 class EngineChoice(Settings, frozen=True, kw_only=True):
     """The engine that runs the model."""
 
-    engine: Literal["kvferry", "vllm", "sglang"] = "kvferry"
+    engine: Annotated[Literal["kvferry", "vllm", "sglang"], COMMON] = "kvferry"
     """Engine that runs the model: kvferry's own, or the servers of vLLM or SGLang, which get all arguments after --."""
 
     engine_python: str | None = None
@@ -50,7 +50,7 @@ class InstanceSpec(Settings, frozen=True, kw_only=True):
     served_model_name: tuple[str, ...] = ()
     """Name of the model in the API; repeat it for more. Default: the model's own name."""
 
-    kv_transfer_config: str | None = None
+    kv_transfer_config: Annotated[str | None, COMMON] = None
     """How KV moves: vLLM's JSON, such as {"kv_connector":"SharedStorageConnector"}. Default for prefill and decode
     instances: {"kv_connector":"P2pConnector"}, each with its own kv_role. With --engine vllm, any connector that vLLM
     knows can be used, such as {"kv_connector":"NixlConnector"}."""
@@ -73,14 +73,14 @@ _MAX_INSTANCES = 256
 class FleetSpec(Settings, frozen=True, kw_only=True):
     """Number of instances of each role on this machine."""
 
-    prefill: CountOrZero | None = None
+    prefill: Annotated[CountOrZero | None, COMMON] = None
     """Number of prefill instances. With neither --prefill nor --decode, one of each where there are two cores and no
     GPU, else one instance that does both phases; 0: one instance that does both."""
 
-    decode: CountOrZero | None = None
+    decode: Annotated[CountOrZero | None, COMMON] = None
     """Number of decode instances. If only one of --prefill and --decode is given, the other is 1."""
 
-    cores: str | None = None
+    cores: Annotated[str | None, COMMON] = None
     """CPU cores to use, such as 0-3,8; they are divided among the instances. Default: all cores that this process may
     use."""
 

@@ -13,7 +13,7 @@ from kvferry.core import entropy
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.openai import MAX_BODY_BYTES
 from kvferry.core.settings.bounds import Bytes, PortOrAny, SecondsOrZero
-from kvferry.core.settings.model import SECRET, Settings
+from kvferry.core.settings.model import COMMON, SECRET, Settings
 from kvferry.http.headers import require_key
 from kvferry.http.key_files import read_keys
 from kvferry.http.origins import read_origins
@@ -28,7 +28,7 @@ class HttpAccess(Settings, frozen=True, kw_only=True):
     """Key that clients must send as `Authorization: Bearer KEY`; repeat it for more. Prefer --api-key-file or the
     environment variable, as others on the machine can read the command line."""
 
-    api_key_file: Path | None = None
+    api_key_file: Annotated[Path | None, COMMON] = None
     """File with API keys, one per line."""
 
     admin_key: Annotated[tuple[str, ...], SECRET] = ()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import CountOrZero, PortOrAny, SecondsOrZero
-from kvferry.core.settings.model import Settings
+from kvferry.core.settings.model import COMMON, Settings
 
 
 class PickerConfig(Settings, frozen=True, kw_only=True):
     """The gRPC port for gateways, and the content of the picker's answers."""
 
-    grpc_port: PortOrAny = 9002
+    grpc_port: Annotated[PortOrAny, COMMON] = 9002
     """Port on which gateways ask, by gRPC: Envoy's external processing and gRPC's health checks. 0 takes any free
     one."""
 

@@ -1,0 +1,70 @@
+"""The pages of `--help`, which has the flags that most users set, and of `--help-all`, which has every flag. Examples
+stand on lines of their own, as they can be pasted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cyclopts import Group
+from cyclopts.help import DefaultFormatter
+
+from kvferry.core.settings.model import Settings, settings_fields
+
+if TYPE_CHECKING:
+    from cyclopts.help import HelpPanel
+    from rich.console import Console, ConsoleOptions
+
+ALL = "--help-all"
+
+
+class HelpPages(DefaultFormatter):
+    """Formatter of all commands' help. Knows which of the two pages is being printed, and counts what is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_all = False
+        self._num_hidden = 0
+
+    def begin(self, arguments: list[str]) -> list[str]:
+        """The arguments with `--help` for `--help-all`, which chooses the longer page."""
+        self._has_all, self._num_hidden = ALL in arguments, 0
+        return ["--help" if argument == ALL else argument for argument in arguments]
+
+    def end(self, arguments: list[str]) -> str:
+        """The number of flags that the page has left out, and the command that shows them; empty if there are none."""
+        if not self._num_hidden:
+            return ""
+        command = " ".join(argument for argument in arguments if argument not in ("--help", "-h"))
+        return f"{self._num_hidden} more flags: kvferry {command} {ALL}\n"
+
+    def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
+        """Print the text, neither filled with blanks nor coloured: what is copied is then what was written."""
+        if not description:
+            return
+        is_blank = False
+        for line in console.render_lines(description, options, pad=False):
+            text = "".join(segment.text for segment in line).rstrip()
+            if text or not is_blank:
+                console.print(text, markup=False, highlight=False, no_wrap=True, soft_wrap=True)
+            is_blank = not text
+
+    def panel_of(self, console: Console, options: ConsoleOptions, panel: HelpPanel, common: frozenset[str]) -> None:
+        """Print a group of flags, of the `common` ones where the page is the short one."""
+        entries = [entry for entry in panel.entries if self._has_all or entry.required or common & {*entry.names}]
+        self._num_hidden += len(panel.entries) - len(entries)
+        if entries:
+            self(console, options, panel.copy(entries=entries))
+
+
+PAGES = HelpPages()
+
+
+def settings_group(title: str, sort_key: float, *kinds: type[Settings]) -> Group:
+    """A group of flags that are fields of `kinds`."""
+    fields = (field for kind in kinds for field in settings_fields(kind) if field.common)
+    common = frozenset(f"--{field.name.replace('_', '-')}" for field in fields)
+    return Group(
+        title,
+        sort_key=sort_key,
+        help_formatter=lambda console, options, panel: PAGES.panel_of(console, options, panel, common),
+    )
