@@ -41,6 +41,7 @@ CONFIGS = [EngineConfig, EngineChoice, InstanceSpec, FleetSpec, RouterConfig, Re
 def _no_flags_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in flag_variables():
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(app, "config", ())  # where flags come from is set by each command line
 
 
 def said(*arguments: str, config: Path | None = None) -> dict[str, Any]:
