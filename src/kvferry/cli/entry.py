@@ -22,6 +22,9 @@ def main() -> NoReturn:
         from kvferry.cli.home import main as run_home  # which needs no other command
 
         exit_process(run_home())
+    from kvferry.fleet.backends.local.spawning import start_fork_process_early
+
+    start_fork_process_early(sys.argv[1:])
     from kvferry.cli.main import main as run
 
     if is_default:

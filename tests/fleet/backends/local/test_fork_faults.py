@@ -23,7 +23,6 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local import fork_server, member
 from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.fork_server import ForkServer
-from kvferry.fleet.backends.local.launcher import launch_command
 from kvferry.fleet.processes.process import MEMBER, ProcessSpec
 from kvferry.fleet.processes.process_settings import InstanceProcess
 from kvferry.fleet.spec.fleet_spec import FailureSpec
@@ -67,13 +66,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     """Have the forking process run this program from now on."""
 
     def use(program: str) -> None:
-        monkeypatch.setattr(
-            fork_server,
-            "launch_command",
-            lambda command, cores, leash: launch_command((sys.executable, "-c", program, command[-1]), cores, leash),
-        )
+        monkeypatch.setattr(ForkServer, "program", (sys.executable, "-c", program))
 
-    monkeypatch.setattr(fork_server, "_CUDA", Path("/nowhere"))
+    monkeypatch.setattr(ForkServer, "cuda_device", Path("/nowhere"))
     use(FORKS)
     return use
 

@@ -19,7 +19,6 @@ import pytest
 from fleet.fleets import Programs, fleet_of
 from fleet.recording import RecordingDisplay
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.backends.local import fork_server
 from kvferry.fleet.backends.local.backend import LocalBackend
 from kvferry.fleet.backends.local.folder import MemberFolder
 from kvferry.fleet.backends.local.fork_server import ForkServer
@@ -194,7 +193,7 @@ async def test_where_forks_are_not_sound_each_is_started_from_nothing(
 ) -> None:
     more, others = {}, children()
     if why == "there is CUDA":
-        monkeypatch.setattr(fork_server, "_CUDA", tmp_path)
+        monkeypatch.setattr(ForkServer, "cuda_device", tmp_path)
     else:
         program = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         (tmp_path / "sitecustomize.py").write_text(program)

@@ -23,6 +23,7 @@ from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.folder import MemberFolder, MemberRecord
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.backends.local.member import LocalMember
+from kvferry.fleet.backends.local.spawning import discard_early_fork_process
 from kvferry.fleet.backends.local.starting import Leash, open_streams, start_process
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, NotStarted, Recipe
 from kvferry.fleet.processes.cpu import Cores, cores_of
@@ -68,6 +69,8 @@ class LocalBackend(FleetBackend):
         if self._addresses not in (None, [*recipe.addresses]):
             self._rebind([*recipe.addresses])
         self.recipe, self.num_routers = recipe, recipe.num_routers
+        if recipe.num_instances < 2 or fleet.engine.kind != "kvferry":
+            discard_early_fork_process()
 
     async def open(self) -> None:
         """Bind the routers' addresses, and find the members that an earlier controller has left."""

@@ -12,6 +12,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from kvferry.fleet.backends.local.spawning import spawn_process
+
 
 class ChildProcess:
     """Owns a descriptor of the process, through which it is waited for and signalled: its number may be another
@@ -90,22 +92,4 @@ def spawn(
 ) -> ChildProcess:
     """A child with a session of its own, which writes to `output` (None: nowhere) and inherits these descriptors under
     the same numbers. Raises `OSError`."""
-    null = os.open(os.devnull, os.O_RDWR)
-    try:
-        target = null if output is None else output
-        for descriptor in inherits:
-            os.set_inheritable(descriptor, True)
-        streams = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, target, 1), (os.POSIX_SPAWN_DUP2, target, 2)]
-        pid = os.posix_spawn(
-            command[0],
-            [*command],
-            environment,
-            file_actions=streams,
-            setsid=True,
-            setsigmask=(),  # a process of Ray's has blocked some
-        )
-        return ChildProcess(pid)
-    finally:
-        for descriptor in inherits:
-            os.set_inheritable(descriptor, False)
-        os.close(null)
+    return ChildProcess(spawn_process(command, environment, output=output, inherits=inherits))

@@ -17,36 +17,45 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 from kvferry.core.errors import ProtocolError
 from kvferry.core.messages.wire import FrameReader, encode_frame
 from kvferry.core.settings.model import encode
-from kvferry.fleet.backends.local.child import ChildProcess, spawn
+from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.fork_messages import Forked, ForkRequest, Imported, Message, NotForked
-from kvferry.fleet.backends.local.launcher import launch_command
-from kvferry.fleet.processes.cpu import Cores, thread_variables
+from kvferry.fleet.backends.local.spawning import (
+    CUDA_DEVICE,
+    FORK_PROGRAM,
+    discard_early_fork_process,
+    start_fork_process,
+    take_early_fork_process,
+)
+from kvferry.fleet.processes.cpu import Cores
 from kvferry.fleet.processes.process_settings import ProcessSettings
 
 logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 4096
 _PR_SET_CHILD_SUBREAPER = 36
-_CUDA = Path("/dev/nvidiactl")
 
 
 class ForkServer:
     """Owns the forking process and the socket to it. Used by one event loop. Makes this process the subreaper of its
     descendants: processes that are forked become its children."""
 
+    program: ClassVar[Sequence[str]] = FORK_PROGRAM
+    cuda_device: ClassVar[Path] = Path(CUDA_DEVICE)
+    """Where it exists, nothing is forked."""
+
     def __init__(self, *, is_tied: bool = True) -> None:
         """`is_tied`: processes that are forked end with this one."""
         self._is_tied = is_tied
-        self._is_enabled = not _CUDA.exists()
+        self._is_enabled = not self.cuda_device.exists()
         self._is_closed = False
         self._server: _Server | None = None
         self._lock = asyncio.Lock()
@@ -90,7 +99,7 @@ class ForkServer:
             await self._server.close()
             self._server = None
         if self._server is None and self._is_enabled:
-            self._server = _Server.start(environment)
+            self._server = _Server.start(environment, self.program)
             if self._is_closed:  # closed meanwhile, when there was nothing to close yet
                 await self._server.close()
         if self._server is not None and not await self._server.has_imported():
@@ -112,6 +121,7 @@ class ForkServer:
     async def close(self) -> None:
         """End the process. A `fork` that waits for it ends at once."""
         self._is_enabled, self._is_closed = False, True
+        discard_early_fork_process()
         if self._server is not None:
             await self._server.close()
 
@@ -133,19 +143,13 @@ class _Server:
         self.is_gone = False
 
     @classmethod
-    def start(cls, environment: Mapping[str, str]) -> _Server:
-        """Start it; it can be used once `has_imported` returns True."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        command = (sys.executable, "-m", "kvferry.fleet.backends.local.fork_main", str(theirs.fileno()))
+    def start(cls, environment: Mapping[str, str], program: Sequence[str]) -> _Server:
+        """Start it, or take the one that was started early; it can be used once `has_imported` returns True."""
+        pid, ours = take_early_fork_process() or start_fork_process(environment, program)
         try:
-            with theirs:
-                process = spawn(  # without output: an import that fails here fails in an instance too
-                    launch_command(command, (), "self"),
-                    {**environment, **thread_variables(1), "OPENBLAS_NUM_THREADS": "1"},
-                    inherits=(theirs.fileno(),),
-                )
-        except BaseException:
+            process = ChildProcess(pid)
+        except BaseException:  # no descriptor is left
+            os.kill(pid, signal.SIGKILL)
             ours.close()
             raise
         return cls(process, ours)

@@ -1,0 +1,117 @@
+"""The process that instances are forked from is started before the command line's imports, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvferry.fleet.backends.local import spawning
+from kvferry.fleet.backends.local.fork_server import ForkServer
+
+pytestmark = pytest.mark.processes
+
+SERVE = ("serve", "m", "--port=0")
+
+
+@pytest.fixture(autouse=True)
+def _no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(spawning, "CUDA_DEVICE", "/nowhere")
+    yield
+    spawning.discard_early_fork_process()
+
+
+def num_children() -> int:
+    return len(psutil.Process().children())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("router",),
+        ("serve", "--help"),
+        ("serve", "m", "--engine=vllm"),
+        ("demo", "--backend", "ray"),
+        ("x", "serve"),
+    ],
+)
+def test_commands_that_fork_nothing_start_none(arguments: tuple[str, ...]) -> None:
+    before = num_children()
+    spawning.start_fork_process_early(arguments)
+    assert num_children() == before
+    assert spawning.take_early_fork_process() is None
+
+
+def test_none_is_started_beside_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(spawning, "CUDA_DEVICE", str(tmp_path))
+    spawning.start_fork_process_early(SERVE)
+    assert spawning.take_early_fork_process() is None
+
+
+def test_its_environment_has_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_API_KEY", "secret")
+    spawning.start_fork_process_early(SERVE)
+    started = spawning.take_early_fork_process()
+    assert started is not None
+    pid, ours = started
+    with ours:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    assert b"KVFERRY_" not in environment
+    assert b"OMP_NUM_THREADS=1" in environment
+
+
+async def test_the_server_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForkServer, "cuda_device", Path("/nowhere"))
+    spawning.start_fork_process_early(SERVE)
+    early = {child.pid for child in psutil.Process().children()}
+    server = ForkServer()
+    nothing = os.memfd_create("nothing")
+    forking = asyncio.create_task(
+        server.fork(None, {**os.environ}, (), log=nothing, ready=nothing, process=Path("/nowhere"))  # type: ignore[arg-type]
+    )
+    async with asyncio.timeout(60):
+        while server.pid is None:
+            await asyncio.sleep(0)
+        assert server.pid in early
+        await server.close()
+        with suppress(Exception):
+            await forking
+    os.close(nothing)
+    assert spawning.take_early_fork_process() is None
+
+
+async def test_one_that_is_not_needed_is_ended() -> None:
+    before = num_children()
+    spawning.start_fork_process_early(SERVE)
+    assert num_children() == before + 1
+    await ForkServer().close()
+    assert num_children() == before
+
+
+def test_it_ends_with_the_command_that_started_it() -> None:
+    program = (
+        "import os, psutil\n"
+        "from kvferry.fleet.backends.local import spawning\n"
+        "spawning.CUDA_DEVICE = '/nowhere'\n"
+        f"spawning.start_fork_process_early({SERVE!r})\n"
+        "print(spawning._early[0][0], flush=True)\n"
+        "os._exit(1)\n"
+    )
+    read, write = os.pipe()
+    pid = spawning.spawn_process((sys.executable, "-c", program), os.environ, output=write)
+    os.close(write)
+    with os.fdopen(read) as output:
+        forking = int(output.readline())
+    os.waitpid(pid, 0)
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(forking).wait(timeout=30)
+    assert not psutil.pid_exists(forking) or psutil.Process(forking).status() == psutil.STATUS_ZOMBIE
