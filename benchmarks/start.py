@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
 
 def commands(model: str, port: int, vllm: Path | None) -> dict[str, list[str]]:
     """The sides, by name."""
-    kvferry = [sys.executable, "-m", "kvferry.cli.main", "serve", model, "--port", str(port)]
+    kvferry = [str(Path(sys.executable).parent / "kvferry"), "serve", model, "--port", str(port)]
     common = ["--served-model-name", "m", "--dtype", "float32", "--kv-cache-memory", "128MiB"]
     sides = {
         "kvferry serve": [*kvferry, *common],
