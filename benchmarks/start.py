@@ -44,8 +44,8 @@ def commands(model: str, port: int, vllm: Path | None) -> dict[str, list[str]]:
     kvferry = [str(Path(sys.executable).parent / "kvferry"), "serve", model, "--port", str(port)]
     common = ["--served-model-name", "m", "--dtype", "float32", "--kv-cache-memory", "128MiB"]
     sides = {
-        "kvferry serve": [*kvferry, *common],
-        "kvferry serve, 1P+1D": [*kvferry, *common, "--prefill", "1", "--decode", "1"],
+        "kvferry serve": [*kvferry, *common],  # 1P+1D, where there are two cores
+        "kvferry serve --prefill 0": [*kvferry, *common, "--prefill", "0"],
     }
     if vllm is not None:
         sides["vllm serve"] = [

@@ -20,6 +20,13 @@ def reserve(host: str, port: int, *, beside: bool = False) -> socket.socket:
     return reserved
 
 
+def start_listening(reserved: socket.socket) -> None:
+    """Listen on a reserved socket; may be repeated."""
+    reserved.listen(BACKLOG)
+    # Connections inherit it: those that wait after their end (TIME_WAIT) must not keep the next process off the port.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Open a listening TCP socket; port 0 takes any free one. Raises `ConfigError` with the reason."""
     listener = _bound(host, port)

@@ -32,7 +32,7 @@ from kvferry.fleet.processes.health_check import serves
 from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 from kvferry.http.registrar import Registrar
-from kvferry.http.server.listen import BACKLOG, reserve
+from kvferry.http.server.listen import reserve, start_listening
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class LocalBackend(FleetBackend):
     def _router(self, member: MemberSpec) -> ProcessSpec:
         self._group_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for listener in self._listeners:
-            listener.listen(BACKLOG)
+            start_listening(listener)
         group = RouterGroup(self._group_folder, tuple(listener.fileno() for listener in self._listeners))
         return self.recipe.router_member(member.name, group)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
-from kvferry.http.server.listen import BACKLOG, reserve
+from kvferry.http.server.listen import reserve, start_listening
 
 _SUFFIX = ".sock"
 _ASK_S = 2.0
@@ -49,7 +49,7 @@ class SharedAddress:
             if not self._listeners:
                 for host, port in addresses:
                     self._listeners.append(reserve(host, port))
-                    self._listeners[-1].listen(BACKLOG)
+                    start_listening(self._listeners[-1])
             self._sharing_socket.bind(str(self._folder / f"{self._name}{_SUFFIX}"))
             self._sharing_socket.listen()
             self._sharing_socket.setblocking(False)
