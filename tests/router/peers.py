@@ -206,6 +206,28 @@ async def answer(peer: Peer, request: Request, body: Any) -> Response:
     return StreamingResponse(iter([event("one"), event("two"), b"data: [DONE]\n\n"]), media_type="text/event-stream")
 
 
+async def chat(peer: Peer, request: Request, body: Any) -> Response:
+    """D: the chat answer "done", whole or as a stream of one event for each letter."""
+    usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    head = {"id": "chatcmpl-1", "created": 1, "model": "m", "usage": usage}
+    if not body.get("stream"):
+        message = {"role": "assistant", "content": "done"}
+        return JSONResponse({**head, "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+    return StreamingResponse(iter([*map(chat_event, "done"), CHAT_END]), media_type="text/event-stream")
+
+
+def chat_event(text: str = "", **choice: Any) -> bytes:
+    """A chunk of a chat's stream."""
+    delta = {"content": text} if text else {}
+    head = {"id": "chatcmpl-1", "created": 1, "model": "m", "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+    chunk = {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **choice}]}
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+CHAT_END = chat_event(finish_reason="stop") + b"data: [DONE]\n\n"
+"""The end of a chat's stream."""
+
+
 async def answer_once_there_is_a_ticket(peer: Peer, request: Request, body: Any) -> Response:
     """D: in a concurrent hand-off nothing until `go` is set, as it waits for P; otherwise a whole answer."""
     params = body.get("kv_transfer_params")

@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from kvferry.http.server.config import HttpConfig
 from kvferry.router.config import RouterConfig
-from router.peers import DECODE, Cut, Peer, answer, event, failing, instances, routing
+from router.peers import DECODE, Cut, Peer, chat, chat_event, event, failing, instances, routing
 
 MESSAGES: dict[str, Any] = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "How much?"}]}
 
@@ -33,20 +33,9 @@ def typed(name: str, data: str) -> bytes:
     return f"event: {name}\ndata: {data}\n\n".encode()
 
 
-async def cut_message(peer: Peer, request: Request, body: Any) -> Response:
-    """The connection breaks within the answer of an instance that speaks Anthropic's API."""
-    start = """{"type": "message_start", "message": {"id": "msg_1", "type": "message", "role": "assistant",
-        "content": [], "model": "m", "stop_reason": null, "stop_sequence": null,
-        "usage": {"input_tokens": 3, "output_tokens": 0}}}"""
-    delta = '{"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "The dose is 5"}}'
-    begin = '{"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}'
-    return Cut(
-        [
-            typed("message_start", start.replace("\n", "")),
-            typed("content_block_start", begin),
-            typed("content_block_delta", delta),
-        ]
-    )
+async def cut_chat(peer: Peer, request: Request, body: Any) -> Response:
+    """The connection breaks within a chat's stream."""
+    return Cut([chat_event("The dose "), chat_event("is 5")])
 
 
 async def cut_response(peer: Peer, request: Request, body: Any) -> Response:
@@ -61,7 +50,7 @@ async def served(
     *answering: Any, http: HttpConfig | None = None, config: RouterConfig | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Peer, str]]:
     """One instance that answers on every path, behind a router."""
-    paths = ("/v1/messages", "/v1/responses")
+    paths = ("/v1/responses",)
     peer = Peer("decode", *answering, vllm="0.32.0", more_paths=paths)
     async with instances(peer), routing([], [peer.url], http, **settings) as (_, url):
         yield peer, url
@@ -72,7 +61,7 @@ def anthropic_client(url: str, key: str = "k") -> AsyncAnthropic:
 
 
 async def test_a_cut_message_is_an_error_to_anthropics_client() -> None:
-    async with served(cut_message) as (_, url), anthropic_client(url) as client:
+    async with served(cut_chat) as (_, url), anthropic_client(url) as client:
         pieces: list[str] = []
 
         async def read() -> None:
@@ -107,7 +96,6 @@ async def test_a_cut_response_is_an_error_to_openais_client() -> None:
 @pytest.mark.parametrize(
     ("path", "last"),
     [
-        ("/v1/messages", b"event: error\ndata: {"),
         ("/v1/responses", b"event: error\ndata: {"),
         ("/v1/chat/completions", b"data: [DONE]"),
     ],
@@ -129,7 +117,7 @@ async def test_the_last_event_of_a_cut_stream_is_its_apis(path: str, last: bytes
 
 async def test_errors_of_the_router_in_anthropics_dialect() -> None:
     http = HttpConfig(api_key=("right",), shutdown_grace_s=1)
-    async with served(answer, http=http) as (_, url):
+    async with served(chat, http=http) as (_, url):
         async with anthropic_client(url, "wrong") as client:
             with pytest.raises(AuthenticationError) as unauthorized:
                 await client.messages.create(**MESSAGES)
@@ -146,7 +134,7 @@ async def test_errors_of_the_router_in_anthropics_dialect() -> None:
 async def test_overload_and_no_instance_in_anthropics_dialect() -> None:
     async def wait(peer: Peer, request: Request, body: Any) -> Response:
         await peer.go.wait()
-        return await answer(peer, request, body)
+        return await chat(peer, request, body)
 
     async with (
         served(wait, max_in_flight=1, max_waiting=0) as (peer, url),
@@ -195,7 +183,7 @@ async def test_an_instances_error_stays_as_it_is() -> None:
 async def test_a_key_may_come_in_either_header_and_goes_no_further(headers: dict[str, str], status: int) -> None:
     http = HttpConfig(api_key=("right",), shutdown_grace_s=1)
     async with (
-        served(answer, http=http) as (peer, url),
+        served(chat, http=http) as (peer, url),
         aiohttp.ClientSession() as session,
         session.post(url + "/v1/messages", json=MESSAGES, headers=headers) as response,
     ):
@@ -204,7 +192,7 @@ async def test_a_key_may_come_in_either_header_and_goes_no_further(headers: dict
 
 
 async def test_two_keys_in_one_header_are_refused() -> None:
-    async with served(answer) as (_, url), aiohttp.ClientSession() as session:
+    async with served(chat) as (_, url), aiohttp.ClientSession() as session:
         headers = [("x-api-key", "a"), ("x-api-key", "b")]
         async with session.post(url + "/v1/messages", json=MESSAGES, headers=headers) as response:
             assert response.status == 400
@@ -219,17 +207,17 @@ async def test_two_keys_in_one_header_are_refused() -> None:
         (None, 7, None),
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 async def test_the_request_id_of_a_body_names_the_request(
     path: str, header: str | None, field: Any, expected: str | None
 ) -> None:
-    d = Peer("decode", answer, facts=DECODE, more_paths=("/v1/messages",))
+    d = Peer("decode", chat, facts=DECODE)
     headers = {"X-Request-Id": header} if header else {}
     async with (
         instances(d),
         routing([], [d.url]) as (_, url),
         aiohttp.ClientSession() as session,
-        session.post(url + path, json={**MESSAGES, "prompt": "x", "request_id": field}, headers=headers) as response,
+        session.post(url + path, json={**MESSAGES, "request_id": field}, headers=headers) as response,
     ):
         assert response.status == 200
         [call] = d.calls
@@ -241,15 +229,15 @@ async def test_the_request_id_of_a_body_names_the_request(
 @pytest.mark.parametrize("sent", [None, "yes"])
 async def test_streams_are_not_buffered_by_proxies(sent: str | None) -> None:
     async def stream(peer: Peer, request: Request, body: Any) -> Response:
-        response = await answer(peer, request, {"stream": True})
+        response = await chat(peer, request, {"stream": True})
         if sent is not None:
             response.headers["X-Accel-Buffering"] = sent
         return response
 
-    for path in ("/v1/completions", "/v1/messages"):
+    for path in ("/v1/chat/completions", "/v1/messages"):
         async with (
             served(stream) as (_, url),
             aiohttp.ClientSession() as session,
-            session.post(url + path, json={**MESSAGES, "prompt": "x", "stream": True}) as response,
+            session.post(url + path, json={**MESSAGES, "stream": True}) as response,
         ):
             assert response.headers.getall("X-Accel-Buffering") == [sent or "no"]

@@ -48,7 +48,7 @@ def ignored_fields(names: Iterable[str], body_type: type[msgspec.Struct]) -> tup
             and name not in REFUSED
             and (suggestion := _suggest(name, _suggestions(body_type))) is not None
         ):
-            shown = _printable(name)
+            shown = printable(name)
             raise InvalidRequest(f"unknown field {shown!r}; did you mean {suggestion!r}?", param=shown)
     return unknown
 
@@ -57,7 +57,7 @@ def warning_of(ignored: Sequence[str]) -> str | None:
     """The value of `WARNING_HEADER`, in ASCII and of bounded length; None without ignored fields."""
     if not ignored:
         return None
-    names = ", ".join(_printable(name) for name in ignored[:_MAX_NAMES])
+    names = ", ".join(printable(name) for name in ignored[:_MAX_NAMES])
     more = f" and {len(ignored) - _MAX_NAMES} more" if len(ignored) > _MAX_NAMES else ""
     return f"fields without effect: {names}{more}"
 
@@ -89,7 +89,7 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     shown = name.encode("ascii", "backslashreplace").decode()
     shown = "".join(character if character.isprintable() and character != "," else "?" for character in shown)
     return shown if len(shown) <= _MAX_CHARACTERS else shown[: _MAX_CHARACTERS - 3] + "..."

@@ -34,6 +34,14 @@ class BadHttp(InvalidRequest):
     code = "bad_http"
 
 
+class AnswerTooLong(RequestError):
+    """502: the answer is too long to be translated."""
+
+    status = 502
+    kind = "bad_gateway_error"
+    code = "answer_too_long"
+
+
 class HttpRefusal(RequestError):
     """A refusal with headers of its own."""
 

@@ -206,13 +206,14 @@ class Relays:
 
     def add(self, call: Call, response: Response, reader: Reader) -> _Stream | None:
         """Forward chunks of `call` that match the reader's pattern from now on, until the stream is stopped. None if
-        this is not possible, for instance because one side is not chunked."""
+        this is not possible, for instance because one side is not chunked, or the answer is translated."""
         connection = call.connection
         if (
             self._epoll is None
             or connection is None
             or connection.transport is None
             or call.paused
+            or response.is_translated
             or not call.head.chunked
         ):
             return None

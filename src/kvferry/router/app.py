@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from kvferry.api.dialects.translator import TRANSLATED_PATHS
 from kvferry.api.openapi import OPENAPI_PATH, OPERATIONS, openapi_document
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import QueueFull, RequestError
@@ -170,11 +171,13 @@ class Router:
             parsed = self.endpoints.read(client_request, public)
             if (renamed := self.endpoints.named(client_request, parsed)) is not client_request:
                 client_request, request.id = renamed, renamed.request_id.decode()
-            if path in PROMPT_FIELDS:
+            if path in TRANSLATED_PATHS and isinstance(parsed, RequestBody):
+                client_request, parsed = await self.endpoints.translate(client_request, parsed, response)
+            if client_request.path in PROMPT_FIELDS:
                 services.chooser.traffic.arrive()
             tenant = self.tenants.find(request.caller.name, request.headers, parsed)
             if tenant.is_limited or not self.turns.begin(tenant):
-                await self.take_turn(tenant, path, parsed)
+                await self.take_turn(tenant, client_request.path, parsed)
             admitted = tenant
             await self.endpoints.handle(client_request, parsed, response)
         except RequestError as error:

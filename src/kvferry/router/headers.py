@@ -13,6 +13,8 @@ REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 TIMELINE = TIMELINE_HEADER.lower().encode()
 PROGRESS = PROGRESS_HEADER.lower().encode()
 JSON = (b"content-type", b"application/json")
+NOT_COMPRESSED = (b"accept-encoding", b"identity")
+"""The header for answers that the router reads itself."""
 
 TIMING_REQUEST = b"x-kvferry-server-timing"
 """A client that sends it, with any value, gets `SERVER_TIMING` with its answer."""

@@ -16,13 +16,14 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from kvferry.api.dialects.translator import TRANSLATED_PATHS
 from kvferry.router.instances.instance import Instance
 from kvferry.router.paths import PROMPT_FIELDS
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
-_LABELLED_PATHS = frozenset({*PROMPT_FIELDS, "/v1/models"})
+_LABELLED_PATHS = frozenset({*PROMPT_FIELDS, *TRANSLATED_PATHS, "/v1/models"})
 """Paths with a label of their own: paths come from clients, and the number of labels must be bounded."""
 _BATCH_SIZE = 512
 _INSTANCE_LABELS = ("role", "instance")

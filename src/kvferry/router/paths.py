@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from urllib.parse import unquote_to_bytes
 
+from kvferry.api.dialects.translator import TRANSLATED_PATHS
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.openai import UnknownRoute
 from kvferry.http.errors import MethodNotAllowed
@@ -17,9 +18,8 @@ PROMPT_FIELDS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"
 
 JSON_PATHS = (
     *PROMPT_FIELDS,
+    *TRANSLATED_PATHS,
     "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/v1/score",
     "/v1/rerank",

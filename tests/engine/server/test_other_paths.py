@@ -13,7 +13,6 @@ from kvferry.engine.server.other_paths import explain_path
     [
         ("/v1/responses", "vLLM and SGLang"),
         ("/v1/responses/resp_1/cancel", "vLLM and SGLang"),
-        ("/v1/messages/count_tokens", "vLLM and SGLang"),
         ("/v1/audio/transcriptions", "speech"),
         ("/v1/completions/render", "render"),
         ("/v1/tokenize", "/tokenize"),

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvferry.api.dialects.translator import TRANSLATED_PATHS
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError, InvalidRequest
 from kvferry.http.server.config import HttpConfig
@@ -127,7 +128,6 @@ def test_tokens_of_chats_and_of_what_is_no_prompt() -> None:
     assert count_tokens(body(messages=[], max_completion_tokens=5, max_tokens=7), chat, 4.0) == 7.5  # SGLang's choice
     assert count_tokens(body(messages=[], max_completion_tokens=5, tools=["x" * 36]), chat, 4.0) == 15.5
     assert count_tokens(body(input="x" * 38, max_output_tokens=8), "/v1/responses", 4.0) == 18
-    assert count_tokens(body(messages=[], system="x" * 38, max_tokens=8), "/v1/messages", 4.0) == 18.5
     assert count_tokens(body(text="x" * 38), "/tokenize", 4.0) == 0
     assert count_tokens(b"form", "/v1/audio", 4.0) == count_tokens(None, "/v1/completions", 4.0) == 0
 
@@ -165,7 +165,7 @@ def test_tokens_of_what_is_computed_and_answers_no_text(path: str, fields: dict[
 def test_every_path_with_a_model_behind_it_counts() -> None:
     asked = dict.fromkeys(("prompt", "messages", "input", "query", "text_1", "documents", "text_2", "text"), "x" * 38)
     uncounted = {path for path in JSON_PATHS if not count_tokens(body(**asked), path, 4.0)}
-    assert uncounted == {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+    assert uncounted == {"/tokenize", "/detokenize", *TRANSLATED_PATHS}
 
 
 @pytest.mark.parametrize(("limit", "share"), [(0, 0), (2, 1), (8, 1), (15, 1), (16, 2)])

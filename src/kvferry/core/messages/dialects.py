@@ -24,6 +24,19 @@ class ErrorDialect(Protocol):
         """The last bytes of a stream of events that ends with this error."""
 
 
+class Translation(ErrorDialect, Protocol):
+    """Translates the answer of one request to an answer of the client's API."""
+
+    def answer(self, status: int, content: bytes) -> bytes:
+        """The body of an unstreamed answer with this status. Raises `RequestError`."""
+
+    def events(self, data: bytes) -> bytes:
+        """The events for the next piece of a stream. An error is the last event."""
+
+    def end(self) -> bytes:
+        """The last events of a stream, which has ended."""
+
+
 class OpenAIErrors:
     """`{"error": {…}}`; in a stream as data without an event's name, followed by `[DONE]`."""
 
@@ -88,4 +101,4 @@ def dialect_of(path: str) -> ErrorDialect:
     """The dialect of a path, which has no query."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return _ANTHROPIC
-    return _RESPONSES if path == "/v1/responses" else _OPENAI
+    return _RESPONSES if path == "/v1/responses" or path.startswith("/v1/responses/") else _OPENAI

@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from kvferry.api.dialects.translator import Translator
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.context import ServerContext
+from kvferry.engine.server.dialect_routes import DialectRoutes
 from kvferry.engine.server.endpoint import chat_route, completions_route
 from kvferry.engine.server.engine_protocol import EngineClient
 from kvferry.engine.server.other_paths import explain_path
@@ -38,10 +40,12 @@ def build_app(
 ) -> App:
     """The OpenAI server of one engine. `seed`: for requests without one; None: a random one for each."""
     context = ServerContext(engine_client, config or ServerConfig(), seed=seed, clock=clock)
+    chat, utilities = chat_route(context), UtilityRoutes(context)
     routes = [
         Route("POST", "/v1/completions", completions_route(context).handle),
-        Route("POST", "/v1/chat/completions", chat_route(context).handle),
-        *UtilityRoutes(context).routes(),
+        Route("POST", "/v1/chat/completions", chat.handle),
+        *utilities.routes(),
+        *DialectRoutes(Translator(), chat.answer, utilities.send_tokens).routes(),
     ]
     return App(context, Routes(routes, explain=explain_path))
 

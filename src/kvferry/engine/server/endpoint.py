@@ -50,8 +50,11 @@ class GenerationRoute(Generic[GenerationBody]):
         self._make_writer = make_writer
 
     async def handle(self, request: HttpRequest, response: Response) -> None:
+        await self.answer(request, response, await request.body.read())
+
+    async def answer(self, request: HttpRequest, response: Response, raw: bytes) -> None:
+        """Answer a request with this body."""
         arrived = self._context.clock.wall()
-        raw = await request.body.read()
         decoded = await decode(self._context, request, response, raw, self._body_type)
         body = decoded.body
         try:

@@ -78,7 +78,10 @@ class UtilityRoutes:
 
     async def tokenize(self, request: HttpRequest, response: Response) -> None:
         """The tokens of a text or of messages, as the generating routes would compute them."""
-        raw = await request.body.read()
+        await self.send_tokens(request, response, await request.body.read())
+
+    async def send_tokens(self, request: HttpRequest, response: Response, raw: bytes) -> None:
+        """The tokens for a request with this body."""
         if b'"messages"' in raw and "messages" in read_fields(raw):
             chat = (await decode(self._context, request, response, raw, TokenizeChatRequest)).body
             self._context.require_model(chat.model)

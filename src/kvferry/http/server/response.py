@@ -13,9 +13,9 @@ from typing import Literal
 import msgspec
 
 from kvferry.core.errors import RequestError
-from kvferry.core.messages.dialects import dialect_of
+from kvferry.core.messages.dialects import Translation, dialect_of
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, SSE_DONE, error_headers
-from kvferry.http.errors import HttpRefusal
+from kvferry.http.errors import AnswerTooLong, HttpRefusal
 from kvferry.http.headers import RawHeaders, as_raw, date_header, first_values, response_head
 from kvferry.http.server.lifecycle import Lifecycle
 from kvferry.http.server.request import HttpRequest
@@ -31,10 +31,21 @@ _BUFFERING = b"x-accel-buffering"
 _CORS = tuple(b"access-control-" + name for name in (b"allow-origin", b"allow-credentials", b"expose-headers"))
 _NO_CONTENT = frozenset([204, 304])
 JSON = (b"content-type", b"application/json")
+MAX_TRANSLATED_BYTES = 64 * 2**20
+"""Longest unstreamed answer that is translated."""
 
 
 Framing = Literal["chunked", "length", "close", "none"]
 """The way in which the body's end is marked; `none`: there is no body (HEAD, 204, 304)."""
+
+
+class _Collected(msgspec.Struct):
+    """An answer that is translated as a whole: its status, headers and body so far."""
+
+    status: int
+    headers: RawHeaders
+    parts: list[bytes] = []
+    num_bytes: int = 0
 
 
 class Response(msgspec.Struct, eq=False):
@@ -56,6 +67,17 @@ class Response(msgspec.Struct, eq=False):
     _last: bytes = b""
     _events: Literal["none", "answer", "before the answer"] = "none"
     """State of a stream of events: none, begun as the answer, or begun before the answer was known."""
+    _translation: Translation | None = None
+    _collected: _Collected | None = None
+
+    def translate(self, translation: Translation) -> None:
+        """Translate the answer, which has not begun, from the handler's API to the client's."""
+        self._translation = translation
+
+    @property
+    def is_translated(self) -> bool:
+        """True if the client gets other bytes than the handler writes."""
+        return self._translation is not None
 
     @property
     def is_last(self) -> bool:
@@ -76,6 +98,10 @@ class Response(msgspec.Struct, eq=False):
         """Send the whole answer, with `content-length`. If events have begun, it is sent as the last one."""
         if self._events == "before the answer":
             self.end(b"data: " + body + b"\n\n" + SSE_DONE)
+            return
+        if self._translation is not None:
+            self.start(status, headers)
+            self.end(body)
             return
         length: RawHeaders = [] if status in _NO_CONTENT else [(b"content-length", b"%d" % len(body))]
         self.start(status, [*headers, *length])
@@ -100,6 +126,11 @@ class Response(msgspec.Struct, eq=False):
             return  # the events that follow continue the stream that has begun
         assert self.status is None, "a response is started once"
         self.status = status
+        if self._translation is not None:
+            headers = [header for header in headers if header[0] != b"content-length"]
+            if not _is_event_stream(first_values(headers)):
+                self._collected = _Collected(status, headers)
+                return
         sent = [*headers, *self._extra_headers]
         if self._extra_headers and any(name in _CORS for name, _ in self._extra_headers):
             # An instance may allow other pages than this server, and a browser refuses an answer that names two.
@@ -115,8 +146,7 @@ class Response(msgspec.Struct, eq=False):
             sent.append(_CLOSE)
         elif self._version_1_0:
             sent.append(_KEEP_ALIVE)
-        kind = first.get(b"content-type", b"")
-        is_stream = kind.startswith(b"text/event-stream") and b"content-encoding" not in first
+        is_stream = _is_event_stream(first)
         self._events = "answer" if is_stream else "none"
         if is_stream and _BUFFERING not in first:
             sent.append((_BUFFERING, b"no"))
@@ -128,7 +158,7 @@ class Response(msgspec.Struct, eq=False):
         if not self.started:
             self.start(200, [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")])
             self._events = "before the answer"
-        self.write(b": " + text.encode() + b"\n\n")
+        self._write(b": " + text.encode() + b"\n\n")
 
     def _choose_framing(self, first: Mapping[bytes, bytes]) -> Framing:
         if self.request.method == "HEAD" or self.status in _NO_CONTENT:
@@ -142,6 +172,15 @@ class Response(msgspec.Struct, eq=False):
         """Write more of the body."""
         if not data or self.ended:
             return
+        if self._translation is not None:
+            if self._collected is not None:
+                self._collect(self._collected, data)
+                return
+            data = self._translation.events(data)
+        if data:
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
         length = len(data)
         self.num_bytes += length
         self._last = data if length > 1 else self._last[-1:] + data
@@ -162,6 +201,11 @@ class Response(msgspec.Struct, eq=False):
         """End the body, with `data` as its last piece. The connection can then take the next request."""
         if self.ended:
             return
+        if self._translation is not None:
+            if self._collected is not None:
+                self._send_translated(self._translation, self._collected, data)
+                return
+            data = (self._translation.events(data) if data else b"") + self._translation.end()
         self.num_bytes += len(data)
         if self.framing == "chunked":
             data = b"%x\r\n%b\r\n%b" % (len(data), data, _LAST_CHUNK) if data else _LAST_CHUNK
@@ -173,6 +217,21 @@ class Response(msgspec.Struct, eq=False):
         if self.framing == "length" and self._declared != b"%d" % self.num_bytes:
             self.cut()
         self.ended = True
+
+    def _collect(self, collected: _Collected, data: bytes) -> None:
+        collected.parts.append(data)
+        collected.num_bytes += len(data)
+        if collected.num_bytes > MAX_TRANSLATED_BYTES:
+            self.fail(AnswerTooLong(f"the answer is longer than {MAX_TRANSLATED_BYTES} bytes, and is not translated"))
+
+    def _send_translated(self, translation: Translation, collected: _Collected, data: bytes) -> None:
+        try:
+            body = translation.answer(collected.status, b"".join([*collected.parts, data]))
+        except RequestError as error:
+            self.fail(error)
+            return
+        self.status = self._translation = self._collected = None
+        self.send(collected.status, body, collected.headers)
 
     @property
     def slow(self) -> bool:
@@ -201,7 +260,10 @@ class Response(msgspec.Struct, eq=False):
         event have the format of the path's API."""
         if self.ended:
             return
-        dialect, request_id = dialect_of(self.request.path), self.request.id
+        dialect, request_id = self._translation or dialect_of(self.request.path), self.request.id
+        if self._collected is not None:
+            self.status = None
+        self._translation = self._collected = None
         if self.status is None or self._head:
             self.status, self._head = None, b""
             self.send(error.status, dialect.body(error, request_id), answer_headers(error))
@@ -218,6 +280,11 @@ class Response(msgspec.Struct, eq=False):
                 self.writer.transport.abort()  # the end of the connection would look like the end of the body
             else:
                 self.writer.transport.close()
+
+
+def _is_event_stream(first: Mapping[bytes, bytes]) -> bool:
+    """True if the body is a stream of readable events. `first`: the first value of each header."""
+    return first.get(b"content-type", b"").startswith(b"text/event-stream") and b"content-encoding" not in first
 
 
 def answer_headers(error: RequestError) -> RawHeaders:

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from random import Random
+from typing import Any
 
 from kvferry.core.clock import Clock
 from kvferry.core.entropy import RANDOM
@@ -37,6 +38,9 @@ _CONTEXT_FIELDS = ("cache_salt", "tools", "chat_template", "chat_template_kwargs
 _CONTEXT_FIELD_SET = frozenset(_CONTEXT_FIELDS)
 
 
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
+"""Fields that name a conversation, the most precise first."""
+
 _CONSTRAINING_FIELDS = frozenset(["response_format", "structured_outputs"])
 
 
@@ -46,6 +50,11 @@ def _is_constrained(body: RequestBody) -> bool:
         return True
     response_format = body.get("response_format")
     return isinstance(response_format, dict) and response_format.get("type") != "text"
+
+
+def _session_of(body: RequestBody) -> Any:
+    """The name of the conversation in a body; None if there is none."""
+    return next((value for name in _SESSION_FIELDS if (value := body.values.get(name) and body.get(name))), None)
 
 
 class Chooser:
@@ -82,7 +91,7 @@ class Chooser:
             root = b"\0".join((root, *map(body.raw, _CONTEXT_FIELDS)))
         limit = values.get("max_completion_tokens") or values.get("max_tokens")
         header = headers.get(self._session_header)
-        session_id = header.decode("latin-1") if header else values.get("user") and body.get("user")
+        session_id = header.decode("latin-1") if header else _session_of(body)
         return PromptTraits(
             model=model if isinstance(model, str) else "",
             num_tokens=int(num_tokens),

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.api.decoding import require_json
+from kvferry.api.dialects.translator import Translator
 from kvferry.core.errors import InvalidRequest, PeerLost
 from kvferry.core.messages.openai import sane_request_id
 from kvferry.http.headers import RawHeaders, header_lines
@@ -18,7 +19,7 @@ from kvferry.http.server.response import Response
 from kvferry.router.body import RequestBody
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.errors import failure, unanswered
-from kvferry.router.headers import JSON, REQUEST_ID, content_type, for_instance
+from kvferry.router.headers import JSON, NOT_COMPRESSED, REQUEST_ID, content_type, for_instance
 from kvferry.router.instances.instance import Instance
 from kvferry.router.paths import PROMPT_FIELDS, PublicPath, PublicPaths
 from kvferry.router.request.exchange import Exchange
@@ -33,6 +34,8 @@ class Endpoints:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._translator = Translator()
+        self._session_header = services.config.session_header.lower().encode()
         self._paths = PublicPaths(services.config.forward_path)
 
     def admit(self, method: str, path: str, query: str) -> PublicPath:
@@ -58,10 +61,31 @@ class Endpoints:
             return request.body
         if request.first.get(b"content-type") != JSON[1] or b"content-encoding" in request.first:
             require_json(_text(request, b"content-type"), _text(request, b"content-encoding"))
+        return self._parse(request.body)
+
+    def _parse(self, raw: bytes) -> RequestBody:
         config = self._services.config
-        return RequestBody.parse(
-            request.body, trust_tickets=config.trust_client_tickets, takes_keys=config.client_kv_keys
+        return RequestBody.parse(raw, trust_tickets=config.trust_client_tickets, takes_keys=config.client_kv_keys)
+
+    async def translate(
+        self, request: ClientRequest, body: RequestBody, response: Response
+    ) -> tuple[ClientRequest, RequestBody]:
+        """The request to the chat API for one to `TRANSLATED_PATHS`; its answer is translated too. Raises
+        `InvalidRequest`."""
+        translated = await self._translator.translate(request.path, body.encode(), request.request_id.decode())
+        response.translate(translated.translation)
+        first = request.first
+        if translated.session and self._session_header not in first:
+            first = {**first, self._session_header: translated.session.encode("latin-1", "backslashreplace")}
+        request = msgspec.structs.replace(
+            request,
+            target=translated.path,
+            path=translated.path,
+            headers=for_instance(request.headers, [NOT_COMPRESSED]),
+            first=first,
+            body=translated.body,
         )
+        return request, self._parse(translated.body)
 
     def named(self, request: ClientRequest, body: RequestBody | bytes | None) -> ClientRequest:
         """The request with the `request_id` of its body, which vLLM reads if no header contains one."""

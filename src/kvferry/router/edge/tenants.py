@@ -59,7 +59,6 @@ _FORMS = {
         1024,
     ),
     "/v1/responses": _Form(("input", "instructions", "tools"), ("max_output_tokens",), 1024),
-    "/v1/messages": _Form(("messages", "system", "tools"), ("max_tokens",), 1024),
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), _POOLED),
     **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/rerank"), _PAIRED),
 }

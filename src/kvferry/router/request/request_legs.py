@@ -17,7 +17,7 @@ from kvferry.http.headers import RawHeaders
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.plan import is_batch
 from kvferry.router.client_request import ClientRequest
-from kvferry.router.headers import JSON, PROGRESS, REQUEST_ID, TIMELINE, LegHeaders
+from kvferry.router.headers import JSON, NOT_COMPRESSED, PROGRESS, REQUEST_ID, TIMELINE, LegHeaders
 from kvferry.router.instances.instance import Instance, SglangFacts, UnknownFacts, VllmFacts
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.keys import with_client_keys
@@ -30,8 +30,6 @@ from kvferry.router.request.services import Services
 _ENCODER = msgspec.json.Encoder()
 _SINGLE = (None, 1)
 """Values of `n` and `best_of` for a single choice."""
-_NOT_COMPRESSED = [(b"accept-encoding", b"identity")]
-"""The header for answers that the router reads itself."""
 _UNMARKED_FACTS = (VllmFacts, SglangFacts, UnknownFacts)
 """Instances that do not mark the events of their streams."""
 
@@ -79,7 +77,7 @@ class RequestLegs:
                 if has_one_choice(self._request.path, self._body) and not self._services.config.trust_client_tickets:
                     self.conversation.keep_if_supported(self._services.pools.decode.instances)
         body = prefill_body(self._body, form, seed, None if ticket is None else ticket.params)
-        leg = self._send("prefill", instance, body, _NOT_COMPRESSED + form.prefill_headers, computes=True)
+        leg = self._send("prefill", instance, body, [NOT_COMPRESSED, *form.prefill_headers], computes=True)
         leg.collect(self.max_prefill_answer_bytes)
         hand_off = HandOff(leg, form, ticket, self.conversation, self._record)
         self._hand_offs.append(hand_off)
