@@ -17,7 +17,7 @@ class Details(msgspec.Struct):
     reasoning_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class AnswerUsage(msgspec.Struct):
     """Numbers of tokens. `prompt_tokens` includes the cached ones."""
 
     prompt_tokens: int = 0
@@ -43,7 +43,7 @@ class Function(msgspec.Struct):
     arguments: str | None = None
 
 
-class Call(msgspec.Struct):
+class CalledTool(msgspec.Struct):
     """A tool call, or its new part in a stream."""
 
     index: int | None = None
@@ -51,13 +51,13 @@ class Call(msgspec.Struct):
     function: Function = msgspec.field(default_factory=Function)
 
 
-class ChatMessage(msgspec.Struct):
+class AnswerMessage(msgspec.Struct):
     """An answer, or its new part in a stream."""
 
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[CalledTool] | None = None
 
     @property
     def thought(self) -> str:
@@ -65,12 +65,12 @@ class ChatMessage(msgspec.Struct):
         return self.reasoning or self.reasoning_content or ""
 
 
-class Choice(msgspec.Struct):
+class AnswerChoice(msgspec.Struct):
     """The only choice. `stop_reason`: the matched stop string or token in vLLM and kvferry, `matched_stop` in
     SGLang."""
 
-    message: ChatMessage | None = None
-    delta: ChatMessage | None = None
+    message: AnswerMessage | None = None
+    delta: AnswerMessage | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     matched_stop: int | str | None = None
@@ -92,9 +92,9 @@ class Choice(msgspec.Struct):
 class ChatAnswer(msgspec.Struct):
     """A whole answer, or a chunk of a stream."""
 
-    choices: list[Choice] = []
+    choices: list[AnswerChoice] = []
     model: str = ""
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
     error: Any = None
 
 
@@ -187,7 +187,7 @@ class ChatTranslation(ABC):
         """The last event of a stream that ends with this error."""
 
     @abstractmethod
-    def translate_answer(self, answer: ChatAnswer, choice: Choice) -> Any:
+    def translate_answer(self, answer: ChatAnswer, choice: AnswerChoice) -> Any:
         """The whole answer, to be encoded as JSON. Raises `UnreadableAnswer`."""
 
     @abstractmethod

@@ -69,7 +69,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct):
-    """Whether the model thinks before it answers. `budget_tokens` is a target, which this server does not enforce; see
+    """The thinking before an answer. `budget_tokens` is a target, which this server does not enforce; see
     `thinking_token_budget`. `display` "omitted": the thoughts are left out of the answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -78,7 +78,7 @@ class Thinking(msgspec.Struct):
 
 
 class ToolChoice(msgspec.Struct):
-    """Which tools the model may or must call."""
+    """The tools that the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.api.dialects.chat import (
-    Call,
+    AnswerChoice,
+    AnswerUsage,
+    CalledTool,
     ChatAnswer,
     ChatTranslation,
-    Choice,
     UnreadableAnswer,
-    Usage,
     read_error_body,
     typed_event,
 )
@@ -37,11 +37,11 @@ class MessagesTranslation(AnthropicErrors, ChatTranslation):
         self._call: int | None = None
         """The number of the open call."""
         self._num_calls = 0
-        self._choice: Choice | None = None
+        self._choice: AnswerChoice | None = None
         """The choice with the finish reason."""
-        self._usage = Usage()
+        self._usage = AnswerUsage()
 
-    def translate_answer(self, answer: ChatAnswer, choice: Choice) -> dict[str, Any]:
+    def translate_answer(self, answer: ChatAnswer, choice: AnswerChoice) -> dict[str, Any]:
         assert choice.message is not None
         message, calls = choice.message, choice.message.tool_calls or []
         content: list[dict[str, Any]] = []
@@ -53,7 +53,11 @@ class MessagesTranslation(AnthropicErrors, ChatTranslation):
         for call in calls:
             if (arguments := _arguments(call, choice)) is not None:
                 content.append({**_tool_use(call), "input": arguments})
-        return self._message(answer, content) | _stop(choice, bool(calls)) | {"usage": _usage(answer.usage or Usage())}
+        return (
+            self._message(answer, content)
+            | _stop(choice, bool(calls))
+            | {"usage": _usage(answer.usage or AnswerUsage())}
+        )
 
     def translate_chunk(self, chunk: ChatAnswer) -> bytes:
         written = []
@@ -107,7 +111,7 @@ class MessagesTranslation(AnthropicErrors, ChatTranslation):
     def _delta(self, kind: str, **values: Any) -> bytes:
         return typed_event("content_block_delta", index=self._index, delta={"type": kind, **values})
 
-    def _call_delta(self, call: Call) -> bytes:
+    def _call_delta(self, call: CalledTool) -> bytes:
         number, begin = call.index or 0, b""
         if number != self._call:
             if number < self._num_calls:
@@ -137,14 +141,14 @@ class TokenCountTranslation(MessagesTranslation):
         return msgspec.json.encode({"input_tokens": count})
 
 
-def _tool_use(call: Call) -> dict[str, Any]:
+def _tool_use(call: CalledTool) -> dict[str, Any]:
     """A block of a call without its input. Raises `UnreadableAnswer` unless the call is named."""
     if not (call.id and call.function.name):
         raise UnreadableAnswer("a tool call of the instance has no id or no name")
     return {"type": "tool_use", "id": call.id, "name": call.function.name}
 
 
-def _arguments(call: Call, choice: Choice) -> dict[str, Any] | None:
+def _arguments(call: CalledTool, choice: AnswerChoice) -> dict[str, Any] | None:
     """The arguments as an object; None if the answer's length limit cut them off. Raises `UnreadableAnswer`."""
     try:
         return msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
@@ -154,7 +158,7 @@ def _arguments(call: Call, choice: Choice) -> dict[str, Any] | None:
         raise UnreadableAnswer(f"the arguments of a tool call are not a JSON object: {error}") from error
 
 
-def _stop(choice: Choice, has_calls: bool) -> dict[str, Any]:
+def _stop(choice: AnswerChoice, has_calls: bool) -> dict[str, Any]:
     """The reason for the end. vLLM says `stop` after a call that the request forced."""
     reason = _STOP_REASONS.get(choice.finish_reason or "")
     if reason is None:
@@ -166,7 +170,7 @@ def _stop(choice: Choice, has_calls: bool) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: AnswerUsage) -> dict[str, int]:
     """Numbers of tokens, where the cached ones are apart from the other input."""
     return {
         "input_tokens": max(0, usage.prompt_tokens - usage.num_cached),
