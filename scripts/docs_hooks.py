@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs_site import api, commands, connectors, environment, metrics, repository, spec
+from docs_site import api, commands, connectors, environment, llms, metrics, repository, spec
 
 GENERATED = {
     "reference/commands.md": commands.page,
@@ -17,6 +18,10 @@ GENERATED = {
     "reference/environment.md": environment.page,
     "reference/metrics.md": metrics.page,
 }
+
+
+_markdown: dict[str, str] = {}
+"""The pages of this build by their place in the site."""
 
 
 def on_files(files: Files, config: MkDocsConfig, **more: Any) -> Files:
@@ -32,4 +37,15 @@ def on_files(files: Files, config: MkDocsConfig, **more: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **more: Any) -> str:
     """Links to files of the repository lead to their place in the site."""
-    return repository.with_links(markdown, page.file.src_uri)
+    _markdown[page.file.src_uri] = text = repository.with_links(markdown, page.file.src_uri)
+    return text
+
+
+def on_post_build(config: MkDocsConfig, **more: Any) -> None:
+    """Write llms.txt, and each page as Markdown."""
+    site = Path(config.site_dir)
+    for place, text in _markdown.items():
+        (site / place).write_text(text)
+    (site / "llms.txt").write_text(
+        llms.text(config.site_name, config.site_description or "", config.nav or [], _markdown)
+    )

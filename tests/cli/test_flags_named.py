@@ -38,6 +38,8 @@ FOREIGN = {
     "--cuda-graph-backend-prefill", "--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle",
     "--mem-fraction-static", "--max-total-tokens",
     "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
+    # of curl, Envoy and Valkey
+    "--retry", "--retry-delay", "--retry-all-errors", "--concurrency", "--save", "--maxmemory",
     # of pip, docker, git, kubectl, helm, ray, compilers and Python's own tools
     "--param", "--no-deps", "--editable", "--index-url", "--version", "--cacert",
     "--from-literal", "--namespace", "--raw", "--replicas",

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
-from docs_site import api, commands, connectors, environment, metrics, repository, spec
+from docs_site import api, commands, connectors, environment, llms, metrics, repository, spec
 from kvferry.connectors.registry import BUILTIN, find_connector
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import resolve
@@ -141,3 +142,19 @@ def test_links_lead_to_the_same_page_in_the_site(place: str, link: str, expected
 def test_links_in_code_are_left_alone() -> None:
     text = "```\n[it](docs/vllm.md)\n```\n"
     assert repository.with_links(text, "index.md") == text
+
+
+def test_llms_txt_names_every_page_with_its_first_sentence() -> None:
+    lines = re.sub(r"^extra:.*", "", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE | re.DOTALL)
+    config = yaml.safe_load(lines)
+    places = llms.places(config["nav"])
+    beside = {place: path.read_text() for place, path in repository.PAGES.items()}
+    pages = beside | {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+    assert pages.keys() <= set(places)
+    assert len(places) == len(set(places))
+    text = llms.text(config["site_name"], config["site_description"], config["nav"], pages)
+    assert text.startswith("# kvferry\n\n> Serve large language models")
+    for place in pages:
+        [summary] = re.findall(rf"^- \[[^\]]+\]\({re.escape(place)}\): (.+)$", text, re.MULTILINE)
+        assert 20 < len(summary) < 400
+        assert not re.search(r"[`*]|\]\(", summary)
