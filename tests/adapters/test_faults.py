@@ -18,7 +18,7 @@ NUM_TOKENS = 12
 CHUNKS = {"max_num_batched_tokens": 256}
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.full)])
 def model(request: pytest.FixtureRequest, make_model: ModelMaker) -> Path:
     """One with one KV cache group, and one with several."""
     return make_model(request.param)

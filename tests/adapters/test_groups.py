@@ -46,7 +46,10 @@ def plain(start_vllm: VllmMaker) -> VllmProcess:
     return process
 
 
-@pytest.fixture(scope="module", params=["shm, prefix cache", "tcp, none", "nixl, none"])
+@pytest.fixture(
+    scope="module",
+    params=["shm, prefix cache", *(pytest.param(name, marks=pytest.mark.full) for name in ("tcp, none", "nixl, none"))],
+)
 def pair(request: pytest.FixtureRequest, start_vllm: VllmMaker, plain: VllmProcess) -> Pair:
     medium, _, cache = request.param.partition(", ")
     caching = {"enable_prefix_caching": cache != "none"}
@@ -163,7 +166,7 @@ def test_another_request_has_the_transfer_id(pair: Pair, plain: VllmProcess, pro
     pair.settled()
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_preempted_prefill_and_decode(
     start_vllm: VllmMaker, plain: VllmProcess, prompt_of: PromptMaker, *, caching: bool
 ) -> None:
@@ -209,6 +212,7 @@ def test_with_and_without_groups_refuse_each_other(
     prefill.settled()
 
 
+@pytest.mark.full
 def test_several_ranks(start_vllm: VllmMaker, plain: VllmProcess, prompt_of: PromptMaker) -> None:
     process = start_vllm(connector(P2P), tensor_parallel_size=2, enable_prefix_caching=False).ready()
     for num_tokens in (20, 500):
@@ -229,6 +233,7 @@ def test_a_store_has_one_group(
     process.settled()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss"])
 def test_other_families(make_model: ModelMaker, prompt_of: PromptMaker, architecture: str) -> None:
     folder = make_model(architecture)

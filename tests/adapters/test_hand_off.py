@@ -55,7 +55,14 @@ NAMES = [name for name in BUILTIN if name != "LMCacheConnectorV1"]
 """That one is `LMCacheConnector`, as LMCache itself calls it."""
 
 
-@pytest.fixture(scope="module", params=[*NAMES, "SharedStorageConnector layerwise", "KVStoreConnector valkey"])
+SHORT = ("P2pConnector", "NixlConnector", "SharedStorageConnector", "MultiConnector")
+PARAMETERS = [
+    pytest.param(name, marks=[] if name in SHORT else [pytest.mark.full])
+    for name in (*NAMES, "SharedStorageConnector layerwise", "KVStoreConnector valkey")
+]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def pair(
     request: pytest.FixtureRequest, start_vllm: VllmMaker, plain: VllmProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> Pair:

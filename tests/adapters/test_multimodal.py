@@ -66,7 +66,7 @@ class Started:
         return figures["taken"], figures["loads"]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["blip2", pytest.param("qwen2_audio", marks=pytest.mark.full)])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     family = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param)

@@ -95,7 +95,11 @@ def start(make_model: ModelMaker) -> Iterator[Start]:
         yield start
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+SHORT = ("whole prompts", "windows")
+PARAMETERS = [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.full]) for name in SETTINGS]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def started(
     request: pytest.FixtureRequest, start: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Started]:

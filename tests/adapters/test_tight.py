@@ -86,6 +86,7 @@ def test_child_of_multi_connector(
     assert not process.ask("reset_connector_cache"), "what the second keeps is not forgotten"
 
 
+@pytest.mark.full
 def test_several_ranks(start_vllm: VllmMaker, plain: VllmProcess, prompt_of: PromptMaker) -> None:
     """Each rank fetches from its like: vLLM's pages are only moved whole."""
     process = start_vllm(connector(P2P), tensor_parallel_size=2, enable_prefix_caching=False).ready()

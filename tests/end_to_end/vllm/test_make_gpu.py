@@ -12,7 +12,7 @@ import pytest
 
 from support.vllm_servers import vllm_environment
 
-pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]
 NOT_ON_CPUS = "LMCache, CPU tier does not run: "
 """LMCache 0.5.6 has nothing that copies KV of vLLM for CPUs."""
@@ -45,7 +45,7 @@ PLAIN = "2 plain vLLM"
     ("part", "sides"),
     [
         pytest.param("vLLM 1P+1D", HAND_OFFS, id="hand-offs"),
-        pytest.param(PLAIN, (PLAIN,), id="plain", marks=pytest.mark.full),
+        pytest.param(PLAIN, (PLAIN,), id="plain"),
     ],
 )
 def test_picture(tmp_path: Path, part: str, sides: tuple[str, ...]) -> None:

@@ -22,7 +22,7 @@ from support.vllm_servers import (
     vllm_servers,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 
 DOCS = Path(__file__).parents[3] / "docs" / "stores.md"
 METRIC = "vllm:kvferry_multi_connector"

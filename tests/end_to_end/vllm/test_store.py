@@ -19,7 +19,7 @@ from support.vllm_servers import (
     vllm_servers,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 
 METRIC = "vllm:kvferry_shared_storage_connector"
 
