@@ -88,7 +88,12 @@ def make_model(folder: Path, name: str, vllm: Path) -> str:
     if name == MODELS[0]:
         return make_bench_model(folder)
     size = write_tokenizer(find_tekken(vllm), folder / "tokenizer")
-    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    shape: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
     shape |= {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096, "vocab_size": size}
     return str(make_random_model(folder / "large", "llama", tokenizer=folder / "tokenizer", **shape))
 

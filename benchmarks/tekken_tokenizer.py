@@ -37,11 +37,8 @@ def write_tokenizer(tekken: Path, folder: Path) -> int:
     num_special = len(SPECIAL_TOKENS)
     vocabulary = {name: index for index, name in enumerate(SPECIAL_TOKENS)}
     vocabulary |= {"".join(map(text.__getitem__, token)): rank + num_special for token, rank in ranks.items()}
-    merges = [
-        tuple("".join(map(text.__getitem__, part)) for part in _parts(token, ranks))
-        for token in ranks
-        if len(token) > 1
-    ]
+    parts = (_parts(token, ranks) for token in ranks if len(token) > 1)
+    merges = [("".join(map(text.__getitem__, left)), "".join(map(text.__getitem__, right))) for left, right in parts]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     split = pre_tokenizers.Split(Regex(config["pattern"]), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
