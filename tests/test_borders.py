@@ -88,7 +88,7 @@ def test_a_hand_off_over_shared_memory_loads_no_other_medium() -> None:
 
 
 def test_one_module_asks_how_much_the_machine_has() -> None:
-    """A container is allowed less than the machine has, which only `core.machine` knows."""
+    """A container is allowed less than the machine has, which only `core.host` knows."""
     questions = re.compile(r"virtual_memory\(|swap_memory\(|sched_getaffinity\(|cpu_count\(|available_parallelism\(")
     asking = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if questions.search(path.read_text())}
-    assert asking == {"core/machine.py"}
+    assert asking == {"core/host/machine.py"}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.core.cache_dirs import CACHE_DIR_VARIABLE, require_cache_dir
 from kvferry.core.compiled import SWITCH, NotCompiled, compiled, report_missing_compiler
 from kvferry.core.errors import ConfigError
+from kvferry.core.folders.cache_dirs import CACHE_DIR_VARIABLE, require_cache_dir
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
 

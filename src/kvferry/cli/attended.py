@@ -17,8 +17,8 @@ from kvferry.cli.terminal.display import open_display
 from kvferry.cli.terminal.summary import ServeSummary
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.compiled import report_missing_compiler
-from kvferry.core.machine import require_disk_space
-from kvferry.core.process_exit import run_async, shutdown_signals
+from kvferry.core.host.machine import require_disk_space
+from kvferry.core.process_exit import EXIT_USER_ERROR, run_async, shutdown_signals
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, Recipe, backend_class
@@ -28,7 +28,6 @@ from kvferry.fleet.control.router_client import RouterClient
 from kvferry.fleet.display import Display, ReportingDisplay
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import PREFIX
-from kvferry.fleet.processes.exit_reason import EXIT_USER_ERROR
 from kvferry.fleet.processes.ready import ReadyWriter
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.models.digest_cache import DigestCache

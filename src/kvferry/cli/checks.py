@@ -5,10 +5,10 @@ from __future__ import annotations
 import tempfile
 
 from kvferry.connectors.registry import find_connector
-from kvferry.core.cache_dirs import require_cache_dir
 from kvferry.core.errors import ConfigError
+from kvferry.core.folders.cache_dirs import require_cache_dir
+from kvferry.core.host.machine import has_gpu, require_memory
 from kvferry.core.keys import shared_token
-from kvferry.core.machine import has_gpu, require_memory
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from kvferry import __version__
 from kvferry.core.errors import ConfigError
-from kvferry.core.machine import has_gpu, num_cpus, usable_memory
-from kvferry.core.state_folder import state_folder
+from kvferry.core.folders.state_folder import state_folder
+from kvferry.core.host.machine import has_gpu, num_cpus, usable_memory
 
 _COMMANDS = (
     ("kvferry demo", "see what it does, on this machine"),

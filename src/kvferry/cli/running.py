@@ -12,7 +12,7 @@ import msgspec
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
-from kvferry.core.state_folder import state_folder
+from kvferry.core.folders.state_folder import state_folder
 from kvferry.fleet.processes.start_time import started_at
 
 _MAX_BYTES = 65536

@@ -39,8 +39,8 @@ from kvferry.cli.common import (
 )
 from kvferry.cli.flags import complete
 from kvferry.cli.terminal.summary import ServeSummary, summary_of
+from kvferry.core.host.machine import has_gpu, num_cpus, usable_cores
 from kvferry.core.keys import fleet_token
-from kvferry.core.machine import has_gpu, num_cpus, usable_cores
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.cpu import parse_cores, thread_variables
 from kvferry.fleet.processes.process_settings import InstanceProcess

@@ -23,10 +23,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.core.cache_dirs import CACHE_DIR_VARIABLE, configured_cache_dir, user_cache_dirs
 from kvferry.core.errors import ConfigError
-from kvferry.core.machine import require_disk_space
-from kvferry.core.private_folder import is_trusted, private_folder
+from kvferry.core.folders.cache_dirs import CACHE_DIR_VARIABLE, configured_cache_dir, user_cache_dirs
+from kvferry.core.folders.private_folder import is_trusted, private_folder
+from kvferry.core.host.machine import require_disk_space
 from kvferry.core.settings import environment
 
 logger = logging.getLogger(__name__)

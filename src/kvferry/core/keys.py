@@ -35,9 +35,9 @@ from typing import Literal, Protocol, cast, get_args
 import msgspec
 
 from kvferry.core import entropy
-from kvferry.core.cache_dirs import user_cache_dirs
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import AuthenticationFailed, ConfigError
+from kvferry.core.folders.cache_dirs import user_cache_dirs
 from kvferry.core.settings.environment import AUTH_TOKEN
 
 Purpose = Literal["probe", "release", "operate", "register"]

@@ -1,4 +1,4 @@
-"""Exit of a process within seconds, whatever its threads do.
+"""Exit of a process: its exit code, and its end within seconds, whatever its threads do.
 
 A thread whose call never returns (to a driver, or a disk whose server is gone) cannot be ended, and Python waits at
 exit for every thread of an executor. So a process closes its resources within a deadline, and then exits without
@@ -14,10 +14,13 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
+
+from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,10 @@ T = TypeVar("T")
 
 EXIT_S = 2.0
 """Max seconds for the exit handlers of libraries."""
+EXIT_USER_ERROR = 2
+"""Exit code of a process with wrong settings; a restart would end in the same way."""
+ERROR_PREFIX = "kvferry: error: "
+"""How the line begins in which a process reports wrong settings."""
 
 
 def shutdown_signals() -> tuple[signal.Signals, ...]:
@@ -43,6 +50,25 @@ def exit_process(code: int) -> NoReturn:
         with suppress(OSError, ValueError):  # its reader is gone
             stream.flush()
     os._exit(code)
+
+
+def exit_code_of(run: Callable[[], int]) -> int:
+    """The exit code of a process that runs this, at its edge: a known error is one line on standard error."""
+    try:
+        return run()
+    except (ConfigError, UnsupportedModel) as error:
+        return report_error(str(error), EXIT_USER_ERROR)
+    except KvferryError as error:
+        return report_error(str(error), 1)
+    except KeyboardInterrupt:
+        warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that cannot be awaited any more
+        return 130
+
+
+def report_error(text: str, code: int) -> int:
+    """Write an error as one line on standard error; returns `code`."""
+    sys.stderr.write(f"{ERROR_PREFIX}{' '.join(text.split()).rstrip('.')}\n")
+    return code
 
 
 class UnjoinedThreads(ThreadPoolExecutor):

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.private_folder import why_not_private
+from kvferry.core.folders.private_folder import why_not_private
+from kvferry.core.folders.state_folder import state_folder
 from kvferry.core.settings.environment import STATE_DIR
-from kvferry.core.state_folder import state_folder
 from kvferry.fleet.backends.local.backend import memory_folder
 from kvferry.fleet.control.ledger import Ledger
 

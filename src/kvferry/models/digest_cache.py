@@ -22,8 +22,8 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from kvferry.core.cache_dirs import user_cache_dirs
 from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.folders.cache_dirs import user_cache_dirs
 from kvferry.core.settings import environment
 
 log = logging.getLogger(__name__)

@@ -23,11 +23,11 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from kvferry.core.cache_dirs import user_runtime_dirs
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, StoreError
-from kvferry.core.machine import usable_memory
-from kvferry.core.private_folder import private_folder
+from kvferry.core.folders.cache_dirs import user_runtime_dirs
+from kvferry.core.folders.private_folder import private_folder
+from kvferry.core.host.machine import usable_memory
 
 _DIRTY_AT = 8
 """Offset of the byte that is 1 while a holder of the lock works. The 8 bytes before it are the caller's."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvferry.core import entropy
 from kvferry.core.errors import ConfigError, PeerLost
-from kvferry.core.machine import usable_memory
+from kvferry.core.host.machine import usable_memory
 
 _NAME = re.compile(r"(kvferry-[0-9a-f]{16})-(\d{1,10})-(\d{1,10})")
 _owned: dict[str, int] = {}

@@ -31,7 +31,7 @@ from kvferry.core import entropy
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.dynamo import DynamoEndpoint
 from kvferry.core.messages.instance_facts import EventsAddress
-from kvferry.core.process_exit import exit_process, shutdown_deadline
+from kvferry.core.process_exit import EXIT_USER_ERROR, exit_process, shutdown_deadline
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.observe.logs import LogConfig, set_up_logging
 
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 _ANYWHERE = ("DYN_TCP_RPC_HOST", "DYN_EVENT_PLANE_HOST", "DYN_TCP_RESPONSE_STREAM_HOST")
 _EVENTS = "--kv-events-config"
-EXIT_USER_ERROR = 2
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import msgspec
 from kvferry import __version__
 from kvferry.cli.doctor.finding import MARKS, Finding
 from kvferry.core.errors import ConfigError
+from kvferry.core.folders.state_folder import state_folder
 from kvferry.core.keys import shared_token, users_token
-from kvferry.core.state_folder import state_folder
 
 MAX_LOG_BYTES = 256 * 1024
 """Bytes of the end of each log."""

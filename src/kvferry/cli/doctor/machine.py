@@ -15,10 +15,10 @@ from pathlib import Path
 
 from kvferry.cli.doctor.finding import Finding, good, problem, unknown
 from kvferry.cli.home import compiler_version, instruction_set
-from kvferry.core.cache_dirs import user_cache_dirs
-from kvferry.core.cgroups import Cgroups
 from kvferry.core.errors import ConfigError
-from kvferry.core.machine import has_gpu, num_cpus, usable_cores, usable_memory
+from kvferry.core.folders.cache_dirs import user_cache_dirs
+from kvferry.core.host.cgroups import Cgroups
+from kvferry.core.host.machine import has_gpu, num_cpus, usable_cores, usable_memory
 from kvferry.core.settings import environment
 from kvferry.core.settings.units import format_bytes
 from kvferry.fleet.backends.local.backend import memory_folder

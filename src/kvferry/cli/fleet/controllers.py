@@ -18,7 +18,7 @@ from kvferry.cli.attended import controlling, exit_now
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
-from kvferry.core.process_exit import run_async
+from kvferry.core.process_exit import ERROR_PREFIX, run_async
 from kvferry.core.settings.options import unknown_key
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
 from kvferry.fleet.control.controller import Detached, LeadershipLost, ShutdownRequested
@@ -26,7 +26,6 @@ from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.display import Display, PlainDisplay
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_folder
-from kvferry.fleet.processes.exit_reason import ERROR_PREFIX
 from kvferry.fleet.processes.process import PROGRAM
 from kvferry.fleet.processes.recipe import recipe_of
 from kvferry.fleet.spec.fleet_settings import grace_of

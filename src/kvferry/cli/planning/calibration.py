@@ -25,7 +25,7 @@ from kvferry.cli.demo.requests import DemoAnswer, DemoPrompt, Endpoint
 from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
-from kvferry.core.machine import num_cpus
+from kvferry.core.host.machine import num_cpus
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.sim.fit import fit_steps, fit_transfer, spread
 from kvferry.sim.times import KVSize, MachineTimes, StepSample, StepWork, TransferTimes

@@ -11,7 +11,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.state_folder import state_folder
+from kvferry.core.folders.state_folder import state_folder
 
 MAX_BYTES, NUM_OLD = 16 * 2**20, 1
 MAX_FILES = 50

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.machine import usable_memory
+from kvferry.core.host.machine import usable_memory
 from kvferry.core.settings.units import format_bytes
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.shared_memory import SharedSegment

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout, LayerLayout
-from kvferry.core.machine import require_memory
+from kvferry.core.host.machine import require_memory
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.blocks.kv_cache import require_two_blocks
 from kvferry.engine.config import EngineConfig

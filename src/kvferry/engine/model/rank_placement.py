@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.machine import num_cpus
+from kvferry.core.host.machine import num_cpus
 
 if TYPE_CHECKING:
     from kvferry.engine.config import EngineConfig

@@ -1,39 +1,79 @@
-"""Last lines of a member's log, and the reason of its exit in them."""
+"""The reason of a member's exit, in the last lines of its log.
+
+A Python program of several processes (vLLM) ends with as many tracebacks: the one that failed logs its own, then those
+that waited for it log theirs. The reason is the last line of the first.
+"""
 
 from __future__ import annotations
 
-import sys
-import warnings
+import re
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
-from kvferry.fleet.processes.exit_cause import ExitCause
+from kvferry.core.process_exit import ERROR_PREFIX, EXIT_USER_ERROR
 
-EXIT_USER_ERROR = 2
-"""Exit code of a process with wrong settings; a restart would end in the same way."""
-ERROR_PREFIX = "kvferry: error: "
-"""How the line begins in which a process reports wrong settings."""
-
-
-def exit_code_of(run: Callable[[], int]) -> int:
-    """The exit code of a process that runs this, at its edge: a known error is one line on standard error."""
-    try:
-        return run()
-    except (ConfigError, UnsupportedModel) as error:
-        return report_error(str(error), EXIT_USER_ERROR)
-    except KvferryError as error:
-        return report_error(str(error), 1)
-    except KeyboardInterrupt:
-        warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that cannot be awaited any more
-        return 130
+_PREFIX = re.compile(
+    r"(?:\x1b\[[\d;]*m)*(?P<source>\([^()]* pid=\d+\) )?(?:\x1b\[[\d;]*m)*"
+    r"(?:(?P<level>[A-Z]+) \d\d-\d\d [\d:.]+ \[[^\]]+\] ?)?"
+)
+"""What vLLM puts before each line: its process, and unless it is a print, level, time and place."""
+_BEGIN = "Traceback (most recent call last)"
+_LIBRARY = re.compile(r"[EF]\d{4} [\d:.]+ +\d+ \S+:\d+\] (.+)")
+"""An error of a library in C++ that logs as glog does, such as NIXL: its exceptions often say less."""
+_USAGE = re.compile(r"\S+: error: (.+)")
+"""How `argparse` reports an error."""
+_LOCATION = re.compile(r'  File "(.+)", line (\d+)')
+_MODULE = re.compile(r"^(?:\w+\.)+(?=\w+(?::|$))")
 
 
-def report_error(text: str, code: int) -> int:
-    """Write an error as one line on standard error; returns `code`."""
-    sys.stderr.write(f"{ERROR_PREFIX}{' '.join(text.split()).rstrip('.')}\n")
-    return code
+class ExitCause:
+    """`feed` it each line. `text`: the first cause in them, in one line, or empty."""
+
+    max_chars = 1000
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._open: dict[str, str] = {}
+        """The place of the innermost frame of a traceback that is being read, by process."""
+        self._message_of: str | None = None
+        """The process that may go on with the message."""
+        self._library = ""
+
+    def feed(self, line: str) -> None:
+        """The next line, as it was written."""
+        prefix = _PREFIX.match(line)
+        assert prefix is not None
+        source, level, text = prefix["source"] or "", prefix["level"] or "", line[prefix.end() :]
+        if self.text:
+            self._continue(source, text)
+        elif level in ("DEBUG", "INFO", "WARNING"):
+            return  # what went wrong there was no reason to end
+        elif text.startswith(_BEGIN):
+            self._open[source] = ""
+        elif source in self._open and (not text or text[0] in " |+~^"):
+            if location := _LOCATION.match(text):
+                self._open[source] = f"{location[1]}:{location[2]}"
+        elif source in self._open:
+            self._end(_MODULE.sub("", text), self._open[source])
+            self._message_of = source
+        elif match := _LIBRARY.match(text):
+            self._library = match[1]
+        elif match := _USAGE.match(text):
+            self.text = match[1]
+
+    def _end(self, exception: str, location: str) -> None:
+        if ":" not in exception:  # it says nothing but its name
+            exception = f"{exception} in {location}"
+        self.text = (f"{self._library} ({exception})" if self._library else exception)[: self.max_chars]
+
+    def _continue(self, source: str, text: str) -> None:
+        """Messages of several lines are indented from the second one, as pydantic's are."""
+        if source != self._message_of:
+            return
+        if text.startswith("  ") and "For further information" not in text:
+            self.text = f"{self.text}: {text.strip().partition(' [type=')[0]}"[: self.max_chars]
+        else:
+            self._message_of = None
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import sys
 
-from kvferry.core.process_exit import exit_process
+from kvferry.core.process_exit import exit_code_of, exit_process
 from kvferry.core.streams import prepare_streams
-from kvferry.fleet.processes.exit_reason import exit_code_of
 from kvferry.fleet.processes.process_settings import JoiningRankProcess, ProcessSettings, RouterProcess, receive
 from kvferry.fleet.processes.ready import ReadyWriter
 from kvferry.fleet.processes.running import run_process

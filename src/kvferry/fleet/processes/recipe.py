@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.host.machine import num_cpus, require_memory, usable_cores
 from kvferry.core.keys import shared_token
-from kvferry.core.machine import num_cpus, require_memory, usable_cores
 from kvferry.core.settings.flags import flag_name
 from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.engine.config import EngineConfig

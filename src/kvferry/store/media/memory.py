@@ -19,7 +19,7 @@ import msgspec
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.machine import require_memory
+from kvferry.core.host.machine import require_memory
 from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.store.arena import Arena, rendezvous_id
 from kvferry.store.base import Block, LayerStore, Put, Read, SharedStore, StoreOptions, StoreThreads, require_short_note

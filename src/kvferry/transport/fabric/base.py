@@ -18,7 +18,7 @@ import msgspec
 
 from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
-from kvferry.core.machine import has_gpu
+from kvferry.core.host.machine import has_gpu
 from kvferry.core.names import ExtensionPoint
 from kvferry.transport.control import Listener
 from kvferry.transport.memory import BlockMemory, Span

@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.core.cache_dirs import user_runtime_dirs
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError, MissingDependency, PeerLost, ProtocolError
-from kvferry.core.private_folder import private_folder
+from kvferry.core.folders.cache_dirs import user_runtime_dirs
+from kvferry.core.folders.private_folder import private_folder
 from kvferry.transport.memory import Pieces
 
 PROGRESS_DELAY_US = 10_000

@@ -22,7 +22,7 @@ import setproctitle
 from kvferry.core.errors import PeerLost
 from kvferry.core.messages.wire import Pipe
 from kvferry.core.names import resolve, without_collections
-from kvferry.core.process_exit import exit_process
+from kvferry.core.process_exit import exit_code_of, exit_process
 from kvferry.fleet.backends.local.fork_messages import (
     NUM_DESCRIPTORS,
     Forked,
@@ -31,7 +31,6 @@ from kvferry.fleet.backends.local.fork_messages import (
     NotForked,
 )
 from kvferry.fleet.backends.local.launcher import write_process
-from kvferry.fleet.processes.exit_reason import exit_code_of
 from kvferry.fleet.processes.member_main import run_member
 from kvferry.fleet.processes.process_settings import read_document
 from kvferry.fleet.processes.running import RUN_INSTANCE

@@ -7,9 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
-from kvferry.core.cache_dirs import user_runtime_dirs
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.private_folder import private_folder
+from kvferry.core.folders.cache_dirs import user_runtime_dirs
+from kvferry.core.folders.private_folder import private_folder
 from kvferry.fleet.backends.local.backend import memory_folder
 from kvferry.fleet.backends.ray.address import owners
 from kvferry.fleet.processes.start_time import started_at

@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from kvferry.core.machine import num_cpus
+from kvferry.core.host.machine import num_cpus
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 from kvferry.fleet.spec.ray_spec import ActorSpec
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.machine import require_disk_space, require_memory
+from kvferry.core.host.machine import require_disk_space, require_memory
 
 
 def test_who_asks_for_more_than_there_is_is_named(tmp_path: Path) -> None:

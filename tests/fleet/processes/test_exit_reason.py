@@ -8,7 +8,7 @@ import pytest
 
 from fleet.fleets import run
 from fleet.recording import RecordingDisplay
-from kvferry.fleet.processes.exit_cause import ExitCause
+from kvferry.fleet.processes.exit_reason import ExitCause
 from kvferry.fleet.processes.process import ExternalServer, ProcessSpec
 
 WORKER = "(Worker pid=22390) ERROR 11-23 23:02:08 [multiproc_executor.py:1063] "

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.private_folder import private_folder
+from kvferry.core.folders.private_folder import private_folder
 
 
 @pytest.mark.parametrize("taken", ["file", "link", "open"])

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvferry.core.cgroups import Cgroups
 from kvferry.core.errors import ConfigError
-from kvferry.core.machine import num_cpus, require_memory, usable_cores, usable_memory
+from kvferry.core.host.cgroups import Cgroups
+from kvferry.core.host.machine import num_cpus, require_memory, usable_cores, usable_memory
 
 MIB = 2**20
 
@@ -128,7 +128,7 @@ def test_what_asks_for_more_than_a_container_has_is_refused_by_name(tmp_path: Pa
 def test_a_process_in_a_container_sees_its_limits(tmp_path: Path) -> None:
     """With a control group's files mounted where a container has them; needs root."""
     write(tmp_path, cgroup__controllers="cpu memory", memory__max=512 * MIB, cpu__max="100000 100000")
-    look = "from kvferry.core.machine import *; print(usable_memory().available, num_cpus())"
+    look = "from kvferry.core.host.machine import *; print(usable_memory().available, num_cpus())"
     mounts = f"mount --make-rprivate / && mount --bind {tmp_path} /sys/fs/cgroup && exec {sys.executable} -c '{look}'"
     done = subprocess.run(["unshare", "-m", "sh", "-c", mounts], check=False, capture_output=True, text=True)
     if "not permitted" in done.stderr or "permission denied" in done.stderr:

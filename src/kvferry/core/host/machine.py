@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from kvferry.core.cgroups import Cgroups
 from kvferry.core.errors import ConfigError
+from kvferry.core.host.cgroups import Cgroups
 from kvferry.core.settings.units import format_bytes
 
 _OWN = Cgroups()
