@@ -31,7 +31,7 @@ EXIT_S = 2.0
 EXIT_USER_ERROR = 2
 """Exit code of a process with wrong settings; a restart would end in the same way."""
 ERROR_PREFIX = "kvferry: error: "
-"""How the line begins in which a process reports wrong settings."""
+"""Beginning of the line in which a process reports wrong settings."""
 
 
 def shutdown_signals() -> tuple[signal.Signals, ...]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -113,19 +114,22 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-async def test_sockets_of_a_start_that_is_cut_off_are_not_left(
-    is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_sockets_of_a_start_that_is_cut_off_are_not_left(is_named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """But in a folder that the user has named."""
     monkeypatch.delenv("SOCKETS_IN", raising=False)
-    if is_named:
-        monkeypatch.setenv("SOCKETS_IN", str(tmp_path))
+    with TemporaryDirectory(prefix="s") as folder:  # short, as names of sockets have to be
+        if is_named:
+            monkeypatch.setenv("SOCKETS_IN", folder)
+        await cut_off(Path(folder), is_named=is_named)
+
+
+async def cut_off(folder: Path, *, is_named: bool) -> None:
     server = ExternalServer("http://127.0.0.1:9", sockets_in="SOCKETS_IN")
     spec = ProcessSpec("engine", (sys.executable, "-c", BINDS), foreign=server)
     display = RecordingDisplay()
     assert await run(display, {"both": lambda name: spec}) == 1
     (path,) = (Path(text.split()[1]) for _, text in display.of("line") if text.startswith("socket "))
-    assert path.exists() is (path.parent == tmp_path) is is_named
+    assert path.exists() is (path.parent == folder) is is_named
 
 
 SUPERVISE = """

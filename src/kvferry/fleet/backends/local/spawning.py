@@ -78,7 +78,7 @@ def start_fork_process_early(arguments: Sequence[str]) -> None:
 
 
 def take_early_fork_process() -> tuple[int, socket.socket] | None:
-    """The forking process that was started early, if there is one that nobody has taken; the caller owns it."""
+    """The forking process that was started early, unless it has been taken; the caller owns it."""
     return _early.pop() if _early else None
 
 
