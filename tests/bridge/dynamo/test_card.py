@@ -67,6 +67,15 @@ def test_the_digest_is_of_the_files_and_not_of_their_places() -> None:
     assert parse_card(other).digest != digest
 
 
+def test_the_system_server_is_where_the_files_are_served() -> None:
+    config = "http://127.0.0.1:18081/v1/metadata/dynamo/backend/generate/m/_base/config.json"
+    served = {**CARD, "model_info": {"hf_config_json": {"path": config, "checksum": "blake3:1"}}}
+    assert parse_card(json.dumps(served).encode()).system_url == "http://127.0.0.1:18081"
+    assert parse_card(json.dumps(CARD).encode()).system_url == ""
+    for info in (None, [], {}, {"x": None}, {"x": {"path": 7}}, {"x": {"path": "file:///v1/metadata/"}}):
+        assert parse_card(json.dumps({**CARD, "model_info": info}).encode()).system_url == ""
+
+
 @pytest.fixture
 def etcd() -> Iterator[tuple[str, list[bytes]]]:
     """The address of etcd's gateway, and the keys that were asked for."""

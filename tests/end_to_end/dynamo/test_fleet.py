@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 
 from support.dynamo_workers import MODEL, ON_CPU, PYTHON, shown, vllm_environment
@@ -40,6 +41,7 @@ health_timeout_s = 10
 [failure]
 backoff = ["100ms", "1s"]
 crash_loop = 100
+hang = "0s"
 drain = "30s"
 start = "10m"
 """
@@ -75,6 +77,26 @@ def greedy(number: int) -> Case:
     return Case("/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0, **TOKENS})
 
 
+def follow_the_workers_health(fleet: Fleet) -> None:
+    """A worker that stands still makes its member unhealthy, by the worker's system server, until it goes on."""
+    member = fleet.ready("decode")[0]
+    pid = fleet.pid(member.name)
+    assert pid is not None
+    worker = next(child for child in psutil.Process(pid).children() if "dynamo.vllm" in " ".join(child.cmdline()))
+    assert worker.environ()["DYN_SYSTEM_PORT"] != "0"
+
+    def status() -> int:
+        return httpx.get(member.url + "/health", timeout=30).status_code
+
+    assert status() == 200
+    worker.suspend()
+    try:
+        until(lambda: status() == 503, 60)
+    finally:
+        worker.resume()
+    until(lambda: status() == 200, 60)
+
+
 def test_a_fleet_of_workers(fleet: Fleet, alone: KvferryProcess) -> None:
     these = [greedy(number) for number in range(24)]
     expected = [shown(one) for one in answers(alone.url, these)]
@@ -89,6 +111,9 @@ def test_a_fleet_of_workers(fleet: Fleet, alone: KvferryProcess) -> None:
 
     fleet.scale("decode=2", "--wait-s=0")
     until_ready(fleet, 1, 2)
+    assert differ() == []
+
+    follow_the_workers_health(fleet)
     assert differ() == []
 
     [victim, *_] = fleet.names("decode")

@@ -16,6 +16,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.messages.dynamo import DynamoEndpoint
 
 _CARDS = "mdc"
+_METADATA = "/v1/metadata/"
 
 
 class Runtime(msgspec.Struct, frozen=True):
@@ -36,6 +37,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     architectural_max_context_length: int | None = 0
     kv_cache_block_size: int | None = 0
     runtime_config: Runtime = Runtime()
+    system_url: str = ""
+    """Origin of the worker's system server, if the card says where it is."""
     digest: str = ""
     """Digest of the checksums of configuration, tokenizer and templates, which the card has."""
 
@@ -67,9 +70,21 @@ def read_card(
 def parse_card(content: bytes) -> ModelCard:
     """A card from its JSON. Raises `msgspec.MsgspecError`."""
     card = msgspec.json.decode(content, type=ModelCard)
-    checksums = sorted(_checksums(msgspec.json.decode(content)))
+    content_json = msgspec.json.decode(content)
+    checksums = sorted(_checksums(content_json))
     digest = hashlib.sha256("\n".join([card.display_name, *checksums]).encode()).hexdigest()[:32]
-    return msgspec.structs.replace(card, digest=digest)
+    return msgspec.structs.replace(card, digest=digest, system_url=_system_url(content_json))
+
+
+def _system_url(content: Any) -> str:
+    """A worker with a system server serves its model's files there, unless told otherwise, and its card has their
+    URLs."""
+    info = content.get("model_info") if isinstance(content, dict) else None
+    config = next(iter(info.values()), None) if isinstance(info, dict) else None
+    url = config.get("path") if isinstance(config, dict) else None
+    if not isinstance(url, str) or _METADATA not in url or not url.startswith(("http://", "https://")):
+        return ""
+    return url.partition(_METADATA)[0]
 
 
 def _checksums(value: Any) -> Iterator[str]:

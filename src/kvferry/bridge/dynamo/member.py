@@ -32,12 +32,14 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.messages.dynamo import DynamoEndpoint
 from kvferry.core.messages.instance_facts import EventsAddress
 from kvferry.core.process_exit import EXIT_USER_ERROR, exit_process, shutdown_deadline
+from kvferry.http.server.listen import authority
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.observe.logs import LogConfig, set_up_logging
 
 log = logging.getLogger(__name__)
 
 _ANYWHERE = ("DYN_TCP_RPC_HOST", "DYN_EVENT_PLANE_HOST", "DYN_TCP_RESPONSE_STREAM_HOST")
+_SYSTEM_PORT = "DYN_SYSTEM_PORT"
 _EVENTS = "--kv-events-config"
 
 
@@ -107,19 +109,23 @@ def published_events(command: Sequence[str]) -> EventsAddress | None:
 
 
 class DynamoMember:
-    """One worker's process, and its server. `look_s`: between two looks at Dynamo's discovery; `end_s`: for the worker
-    to end after SIGTERM."""
+    """One worker's process, and its server. `system_port`: of the worker's system server; "": it has none. `look_s`:
+    between two looks at Dynamo's discovery; `end_s`: for the worker to end after SIGTERM."""
 
-    def __init__(self, settings: MemberSettings, *, look_s: float = 0.25, end_s: float = 20.0) -> None:
+    def __init__(
+        self, settings: MemberSettings, system_port: str = "", *, look_s: float = 0.25, end_s: float = 20.0
+    ) -> None:
         self._settings, self._look_s, self._end_s = settings, look_s, end_s
         self._ended = asyncio.Event()
+        self._system_port = system_port
 
     async def run(self) -> int:
         """Serve until a signal or the worker's end; returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ended.set)
-        process = await asyncio.create_subprocess_exec(*self._settings.command)
+        own = {_SYSTEM_PORT: self._system_port, "DYN_SYSTEM_HOST": self._settings.host} if self._system_port else {}
+        process = await asyncio.create_subprocess_exec(*self._settings.command, env={**os.environ, **own})
         exiting = asyncio.create_task(process.wait())
         exiting.add_done_callback(lambda _: self._ended.set())
         runtime: DynamoRuntime | None = None
@@ -138,7 +144,13 @@ class DynamoMember:
             if await self._ended_within(self._look_s):
                 return
         settings = self._settings
-        worker = await open_worker(client, ids[0], _read_model, kv_events=published_events(settings.command))
+        worker = await open_worker(
+            client,
+            ids[0],
+            _read_model,
+            kv_events=published_events(settings.command),
+            system_url=f"http://{authority(settings.host, int(port))}" if (port := self._system_port) else "",
+        )
         await serve_worker(
             worker,
             lambda: not self._ended.is_set() and ids[0] in client.worker_ids(),
@@ -187,8 +199,9 @@ def main() -> None:
         try:
             settings = MemberSettings.parse(sys.argv[1:])
             published_events(settings.command)
+            system_port = os.environ.pop(_SYSTEM_PORT, "")  # or the runtime of this process would listen there
             os.environ.update(worker_environment(settings, os.environ, folder))
-            code = uvloop.run(DynamoMember(settings).run())
+            code = uvloop.run(DynamoMember(settings, system_port).run())
         except ConfigError as error:
             log.error("%s", error)
             code = EXIT_USER_ERROR

@@ -11,11 +11,13 @@ from kvferry.bridge.dynamo.card import ModelCard, read_card
 from kvferry.bridge.dynamo.event_relay import EventRelay, KVEvents, PublishedEvents, TokenBlocks
 from kvferry.bridge.dynamo.model import ModelFiles
 from kvferry.bridge.dynamo.runtime import WorkerClient
+from kvferry.bridge.dynamo.system_server import SystemServer
 from kvferry.bridge.dynamo.worker import DynamoWorker
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import KvferryError
+from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret, shared_token
 from kvferry.core.messages.instance_facts import EventsAddress
+from kvferry.core.tasks import BackgroundTasks
 from kvferry.engine.server.app import build_app
 from kvferry.engine.server.config import ServerConfig
 from kvferry.http.server.http_server import HttpServer
@@ -32,14 +34,24 @@ async def open_worker(
     read_model: Callable[[ModelCard], Awaitable[ModelFiles]],
     *,
     kv_events: EventsAddress | None = None,
+    system_url: str = "",
     card_s: float = 5.0,
 ) -> DynamoWorker:
-    """The worker, from its card and the files of its model. `card_s`: for the store of cards to answer. Raises
-    `ConfigError`."""
+    """The worker, from its card and the files of its model. `system_url`: of its system server, if the card does not
+    say where it is. `card_s`: for the store of cards to answer. Raises `ConfigError`."""
     card = await asyncio.to_thread(read_card, client.endpoint, worker_id, os.environ, card_s)
     model = await read_model(card)
     events = PublishedEvents(kv_events) if kv_events is not None else _events_of(client, worker_id, card)
-    return DynamoWorker(client, worker_id, card, model, token=shared_token(), kv_events=events)
+    system = _system_of(system_url or card.system_url)
+    return DynamoWorker(client, worker_id, card, model, token=shared_token(), kv_events=events, system=system)
+
+
+def _system_of(url: str) -> SystemServer | None:
+    try:
+        return SystemServer(url) if url else None
+    except ConfigError as error:
+        log.warning("a worker's system server is not followed: %s", error)
+        return None
 
 
 def _events_of(client: WorkerClient, worker_id: int, card: ModelCard) -> KVEvents:
@@ -68,16 +80,19 @@ async def serve_worker(
     for running answers at the end. Raises `ConfigError` if the address cannot be listened on."""
     config = ServerConfig(host=host, port=port, secret=http_secret(), shutdown_grace_s=grace_s)
     server = build_app(worker, config).server()
-    relaying = asyncio.create_task(worker.kv_events.run())
+    following = BackgroundTasks()
+    following.start(worker.kv_events.run())
+    if worker.system is not None:
+        following.start(worker.system.run())
     serving = asyncio.create_task(server.run(lambda host, port: on_listening(worker, host, port)))
     try:
         while is_registered() and not serving.done():
             await asyncio.wait([serving], timeout=look_s)
     finally:
         worker.leave()
-        relaying.cancel()
+        following.cancel()
         await _stop(server, serving)
-        await asyncio.gather(relaying, return_exceptions=True)
+        await following.close()
         await worker.close()
 
 

@@ -17,6 +17,7 @@ from kvferry.bridge.dynamo.event_relay import NO_EVENTS, KVEvents
 from kvferry.bridge.dynamo.messages import WorkerOutput, worker_request
 from kvferry.bridge.dynamo.model import ModelFiles
 from kvferry.bridge.dynamo.runtime import WorkerClient, WorkerLost
+from kvferry.bridge.dynamo.system_server import SystemServer, WorkerLoad
 from kvferry.bridge.dynamo.worker_link import DEFAULT_DEADLINES, WorkerDeadlines, WorkerLink
 from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
@@ -60,13 +61,14 @@ class DynamoWorker:
         *,
         token: str = "",
         kv_events: KVEvents = NO_EVENTS,
+        system: SystemServer | None = None,
         clock: Clock = SYSTEM_CLOCK,
         lease_s: float = 480.0,
         deadlines: WorkerDeadlines = DEFAULT_DEADLINES,
     ) -> None:
         self._card, self._role = card, _role_of(card, client.endpoint)
         self.kv_events, self._clock, self._lease_s = kv_events, clock, lease_s
-        self._sealer = TicketSealer(token, clock)
+        self.system, self._sealer = system, TicketSealer(token, clock)
         self._num_running = 0
         self.model_names = (card.display_name,)
         context = card.context_length or card.runtime_config.context_length or card.architectural_max_context_length
@@ -84,8 +86,8 @@ class DynamoWorker:
 
     @property
     def healthy(self) -> bool:
-        """True if the worker takes requests."""
-        return self._link.healthy
+        """True if the worker takes requests, and its system server, if any, says so."""
+        return self._link.healthy and (self.system is None or self.system.healthy)
 
     def leave(self) -> None:
         """Record that Dynamo's discovery no longer has the worker."""
@@ -269,13 +271,17 @@ class DynamoWorker:
         raise InvalidRequest("Dynamo's workers do not tell what their stores have")
 
     async def statistics(self) -> EngineSnapshot:
-        """The figures known to this process: running requests, and pieces of answers for steps."""
+        """The engine's load by the worker's system server; without one, the requests of this process. Steps are pieces
+        of answers."""
         block_size = self._card.kv_cache_block_size or 1
         num_blocks = (self._card.runtime_config.total_kv_blocks or 0) if block_size else 0
+        load = None if self.system is None else self.system.load
+        if load is None:
+            load = WorkerLoad(num_running=self._num_running)
         return EngineSnapshot(
-            scheduler=SchedulerStatistics(num_running=self._num_running),
+            scheduler=SchedulerStatistics(num_running=load.num_running, num_waiting=load.num_waiting),
             external=ExternalKVStatistics(),
-            blocks=BlockPoolStatistics(num_blocks=num_blocks, num_free=num_blocks),
+            blocks=BlockPoolStatistics(num_blocks=num_blocks, num_free=round(num_blocks * (1.0 - load.kv_usage))),
             num_steps=self._link.num_pieces,
         )
 

@@ -14,6 +14,7 @@ import msgspec
 from kvferry.bridge.dynamo.messages import WorkerOutput, read_output
 from kvferry.bridge.dynamo.runtime import WorkerClient, WorkerLost
 from kvferry.core.errors import RequestError
+from kvferry.core.tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class WorkerLink:
         self._client, self._id, self._vocab_size, self._deadlines = client, worker_id, vocab_size, deadlines
         self._one_token = one_token
         self._is_gone = self._is_lost = False
-        self._tasks = set[asyncio.Task[None]]()
+        self._tasks = BackgroundTasks()
         self.num_pieces = 0
 
     @property
@@ -97,15 +98,11 @@ class WorkerLink:
         if len(self._tasks) >= self.max_tasks:
             work.close()
             return
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work)
 
     async def close(self) -> None:
         """Cancel the background tasks."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def _mark_lost(self) -> None:
         if not self._is_lost:

@@ -195,6 +195,8 @@ class VllmInstances:
             own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1, placement.host)[0])
             if has_lmcache(self.transfer) and _HASH_SEED not in os.environ:
                 own[_HASH_SEED] = "0"  # each server would have names of its own for what is in their store
+        if self.for_dynamo:
+            own["DYN_SYSTEM_PORT"] = str(free_ports(1, placement.host)[0])  # Dynamo takes none above 32767
         if bootstrap_port:
             own["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(bootstrap_port)
         return own
