@@ -310,11 +310,11 @@ def what_openai_has_and_changes_nothing_is_passed_over(client: OpenAI, model: st
     known: dict[str, Any] = {"store": False, "metadata": {"a": "b"}, "service_tier": "auto", "verbosity": "low"}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     raw = client.chat.completions.with_raw_response.create(
-        model=model, messages=MESSAGES, max_tokens=2, tools=tools, tool_choice="auto", parallel_tool_calls=False,
+        model=model, messages=MESSAGES, max_tokens=2, tools=tools, tool_choice="auto",
         response_format={"type": "text"}, modalities=["text"], user="u", extra_body={"what_is_this": 1}, **known
     )  # fmt: skip
     warning = raw.headers["x-kvferry-warning"]
-    assert all(name in warning for name in (*known, "parallel_tool_calls", "what_is_this"))
+    assert all(name in warning for name in (*known, "what_is_this"))
     assert "tools: " in warning
 
 
@@ -362,7 +362,12 @@ def wrong_chat_values_are_bad_requests(client: OpenAI, model: str) -> None:
         "messages": {"messages": []},
         "messages[0].role": {"messages": [{"content": "no role"}]},
         "messages[0].content[0]": {"messages": [{"role": "user", "content": [image]}]},
-        "tool_choice": {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tool_choice": {"tool_choice": "required"},
+        "tool_choice.function": {
+            "tool_choice": {"type": "function", "function": {"name": "g"}},
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        },
+        "tools[0].function.name": {"tools": [{"type": "function", "function": {"name": "a b"}}]},
         "structured_outputs": {"extra_body": {"structured_outputs": {"regex": "(a"}}},
         "response_format": {
             "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -79,11 +79,31 @@ class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+class FunctionCall(msgspec.Struct, frozen=True):
+    """The name of a function, and the JSON text of its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A complete call, also in a chunk, which says its position in `index`."""
+
+    index: int | None = None
+    id: str
+    type: Literal["function"] = msgspec.field(default_factory=lambda: "function")  # sent although it is the default
+    function: FunctionCall
+
+
 class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The answer, or in a chunk its new part."""
+    """The answer, or in a chunk its new part. `reasoning` and `reasoning_content` are the same text, by vLLM's name and
+    by the name of older clients."""
 
     role: str | None = None
-    content: str | None = None
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -20,8 +20,8 @@ WITHOUT_EFFECT = frozenset(
         *("metadata", "moderation", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"),
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "verbosity"),
         # vLLM. `mm_payload`, `return_mm_kwargs` and `routed_experts_prompt_start` refine what is requested otherwise.
-        *("early_stopping", "ec_transfer_params", "include_reasoning", "length_penalty", "media_io_kwargs"),
-        *("guided_decoding_backend", "mm_payload", "mm_processor_kwargs", "return_mm_kwargs"),
+        *("early_stopping", "ec_transfer_params", "length_penalty", "media_io_kwargs"),
+        *("guided_decoding_backend", "include_reasoning", "mm_payload", "mm_processor_kwargs", "return_mm_kwargs"),
         *("routed_experts_prompt_start", "session_id", "stream_interval"),
         # SGLang
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_labels", "data_parallel_rank"),
@@ -46,21 +46,19 @@ class Refusal(msgspec.Struct, frozen=True):
 
 _FLAG = Refusal(harmless=(False,))
 _LIST = Refusal(harmless=([],))
+_CHAT_ONLY = "only /v1/chat/completions has it"
 _IN_TEMPLATE = Refusal("send it in chat_template_kwargs, for chat templates that read it")
 
 REFUSED: dict[str, Refusal] = {
     # OpenAI
     "audio": Refusal(),
     "best_of": Refusal("use n", (1,)),
-    "function_call": Refusal(
-        "only 'none' and 'auto' are supported: this server does not force a function call", ("none", "auto")
-    ),
+    "function_call": Refusal("use tool_choice instead", ("none", "auto")),
     "functions": Refusal("use tools instead", ([],)),
     "modalities": Refusal("only ['text'] is supported", (["text"], [])),
     "suffix": Refusal(harmless=("",)),
-    "tool_choice": Refusal(
-        "only 'none' and 'auto' are supported: this server does not force a tool call", ("none", "auto")
-    ),
+    "thinking_token_budget": Refusal(_CHAT_ONLY),
+    "tool_choice": Refusal(_CHAT_ONLY, ("none", "auto")),
     "web_search_options": Refusal(),
     # vLLM, and its earlier releases
     "guided_choice": Refusal("use structured_outputs.choice"),
@@ -75,7 +73,6 @@ REFUSED: dict[str, Refusal] = {
     "repetition_detection": Refusal(),
     "return_prompt_text": _FLAG,
     "return_token_offsets": _FLAG,
-    "thinking_token_budget": Refusal(),
     "use_beam_search": Refusal("beam search is not supported", (False,)),
     "vllm_xargs": Refusal("this server has no logits processors that could read it", ({},)),
     "watermarking": _FLAG,
@@ -122,7 +119,7 @@ REFUSED: dict[str, Refusal] = {
     "tfs_z": Refusal(harmless=(1,)),
     "thinking": _IN_TEMPLATE,
     "thinking_budget": _IN_TEMPLATE,
-    "thinking_budget_tokens": Refusal(),
+    "thinking_budget_tokens": Refusal("use thinking_token_budget"),
     "top_a": Refusal(harmless=(0,)),
     "top_n_sigma": Refusal(harmless=(0, -1)),
     "typical_p": Refusal(harmless=(1,)),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvferry.api.structured_outputs import ResponseFormat, StructuredOutputsParams
+from kvferry.api.tools import ToolChoice, ToolUse, tool_use_of
 
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Integers of 64 bits: Python's are unlimited, but the arithmetic that uses them is not."""
@@ -51,7 +52,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
 """A message, for the OpenAPI document. Not decoded as a struct, because templates may use any other field in it."""
 
 MAX_FIELD_BYTES = {
-    **dict.fromkeys(("logit_bias", "stop", "stop_token_ids", "stream_options"), 128 * 1024),
+    **dict.fromkeys(("logit_bias", "stop", "stop_token_ids", "stream_options", "tool_choice"), 128 * 1024),
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents", "tools"), 2 * 1024**2),
     **dict.fromkeys(("response_format", "structured_outputs"), 512 * 1024),
     "kv_transfer_params": 8 * 1024**2,
@@ -168,12 +169,20 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
 
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, msgspec.Meta(ge=-1, le=2**31)] | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Name | None = None
+
+    def tool_use(self) -> ToolUse:
+        """The calls that the request permits. Raises `InvalidRequest`."""
+        return tool_use_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
 
 class TokenizeCompletionRequest(msgspec.Struct, kw_only=True):

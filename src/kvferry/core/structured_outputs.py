@@ -12,13 +12,13 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "answer"]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """A constraint on an answer. `content`: a JSON schema, a regular expression, a JSON list of strings, a grammar
-    (Lark or GBNF), or a JSON structural tag. `whitespace_pattern`: what JSON may have between its tokens; None: the
-    default, empty: nothing. `field`: the request's field, for errors."""
+    (Lark or GBNF), a JSON structural tag, or an `AnswerGrammar` as JSON. `whitespace_pattern`: what JSON may have
+    between its tokens; None: the default, empty: nothing. `field`: the request's field, for errors."""
 
     kind: Kind
     content: str
@@ -30,6 +30,56 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
         """32 hexadecimal digits that name the constraint."""
         facts = msgspec.msgpack.encode([self.kind, self.content, self.whitespace_pattern])
         return hashlib.sha256(facts).hexdigest()[:32]
+
+
+class Thought(msgspec.Struct, frozen=True, kw_only=True):
+    """Reasoning before the rest of an answer, which no constraint touches. `open`, `close`: the texts around it.
+    `begun`: the prompt ends within it. `max_tokens`: its longest length."""
+
+    open: str
+    close: str
+    begun: bool = False
+    max_tokens: int | None = None
+
+
+class CallForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How calls are written. `call`: the texts before a call's name, between name and arguments, and after them."""
+
+    call: tuple[str, str, str]
+    begin: str = ""
+    separator: str = ""
+    end: str = ""
+
+
+class CallableFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """A function with the JSON schema of its arguments. `field`: where the request has it, for errors."""
+
+    name: str
+    schema: dict[str, Any]
+    field: str = "tools"
+
+
+class Calls(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of an answer. `required`: it consists of them; else it may also be any text. `parallel`: it may have
+    several."""
+
+    form: CallForm
+    functions: tuple[CallableFunction, ...]
+    required: bool
+    parallel: bool = True
+
+
+class AnswerGrammar(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer in parts: reasoning, then calls or a constrained text; with neither, any text. With both, calls are not
+    required."""
+
+    thought: Thought | None = None
+    calls: Calls | None = None
+    text: StructuredOutputs | None = None
+
+    def constraint(self, field: str) -> StructuredOutputs:
+        """The constraint on the whole answer. `field`: the request's field, for errors."""
+        return StructuredOutputs(kind="answer", content=msgspec.json.encode(self).decode(), field=field)
 
 
 class Matcher(Protocol):

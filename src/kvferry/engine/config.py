@@ -13,6 +13,7 @@ from kvferry.core.settings.addresses import parse_address
 from kvferry.core.settings.bounds import Count, Seconds, Seed
 from kvferry.core.settings.model import COMMON, Settings, alias, heading
 from kvferry.core.settings.units import parse_bytes
+from kvferry.engine.parser_names import require_known_parser
 from kvferry.engine.patch_names import require_known_patches
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.store.eviction.table import eviction_class
@@ -59,6 +60,15 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     """Patches of the loaded model, in this order: a name, or module:Class of your own package, with options after a
     question mark (my_patch?min_rows=16). The model must compute the same with each. Default: cpu_kernels, kvferry's
     kernels for CPUs; name it too if you want to keep it beside others."""
+
+    tool_call_parser: str | None = None
+    """Format of the model's tool calls: hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, deepseek_v31, kimi_k2,
+    glm, gemma4 or gpt_oss, a parser of your own package (a name or module:Class), or none. Default: the checkpoint's
+    response_template, else what its chat template shows."""
+
+    reasoning_parser: str | None = None
+    """Format of the model's reasoning: think, mistral, gemma4 or gpt_oss, a parser of your own package, or none.
+    Default: as for tool calls."""
 
     batch_invariant: bool = False
     """Make answers bit-identical, whatever other requests run at the same time. The CPU kernels guarantee this at no
@@ -118,6 +128,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             if self.tensor_parallel_size == 1:
                 raise ConfigError("--ranks-at needs --tensor-parallel-size of at least 2")
         require_known_patches(self.model_patch)
+        require_known_parser("tools", self.tool_call_parser)
+        require_known_parser("reasoning", self.reasoning_parser)
         eviction_class(self.prefix_cache_eviction)
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ConfigError("--kv-events-replay needs --kv-events")

@@ -48,6 +48,8 @@ def run_instance(
     Raises `ConfigError` and `UnsupportedModel` for errors that the user can correct.
     """
     names = served_model_names or (engine.model,)
+    parsers = {"tool_call_parser": engine.tool_call_parser, "reasoning_parser": engine.reasoning_parser}
+    server = msgspec.structs.replace(server, **parsers)
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
     _freeze()
     with shutdown_deadline() as limit:

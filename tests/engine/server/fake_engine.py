@@ -173,6 +173,24 @@ class DeterministicEngine(FakeEngine):
         return sorted([*bias, *(one for one in candidates if one not in bias)], key=lambda one: -bias.get(one, 0.0))
 
 
+class WritingEngine(DeterministicEngine):
+    """Answers each request with the next of `texts`, the last one again and again, and ends as a model does."""
+
+    def __init__(self, tokenizer: Any, *texts: str, **settings: Any) -> None:
+        super().__init__(tokenizer, **settings)
+        self.texts = list(texts)
+
+    async def outputs(self, request: Request) -> AsyncIterator[EngineOutput]:
+        text = self.texts[0] if len(self.texts) == 1 else self.texts.pop(0)
+        answer = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        for count in range(len(request.answer_token_ids) + 1, min(len(answer), request.sampling.max_tokens) + 1):
+            await asyncio.sleep(0)
+            tokens = [*request.prompt_token_ids, *answer[: count - 1]]
+            yield self.output(request, tokens, count, self.place(tokens, answer[count - 1]))
+            if self.reason(request, answer[count - 1], count) is not None:
+                return
+
+
 @dataclass
 class Gate:
     """A step of a script: wait until it is opened; `reached` tells that the engine waits."""

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.core.messages.continuation import PROGRESS_HEADER, StreamMark, decode_mark, is_last
 
-from .fake_engine import DeterministicEngine
+from .fake_engine import DeterministicEngine, WritingEngine
 from .running import running
 
 TEXT = {"prompt": "Zürich 日本語", "max_tokens": 24, "stream": True}
@@ -98,6 +98,54 @@ async def test_wherever_it_broke_off_the_client_has_the_same_bytes(
         rest = await asker.stream(path, continuing(body, first, tokens))
         assert [*whole.events[:num_events], *rest.events] == whole.events
         assert len(tokens) + len(rest.so_far(len(rest.events))[1]) == len(whole.so_far(len(whole.events))[1])
+
+
+CALLS = (
+    "<think>so\n</think>\n\nLook: "
+    '<tool_call>{"name": "f", "arguments": {"a": "日本語 } and many more words"}}</tool_call>\n'
+    '<tool_call>{"name": "f", "arguments": {"b": [1, {}]}}</tool_call> bye'
+)
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": TOOLS},
+        {"tools": TOOLS, "parallel_tool_calls": False},
+        {"tools": TOOLS, "include_reasoning": False, "stop": ["words"]},
+        {"tools": TOOLS, "logprobs": True, "return_token_ids": True},
+        {},
+    ],
+)
+async def test_calls_are_the_same_bytes_with_the_same_ids(tokenizer: Any, fields: dict[str, Any]) -> None:
+    settings = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
+    engines = WritingEngine(tokenizer, CALLS), WritingEngine(tokenizer, CALLS)
+    async with (
+        running(engines[0], **settings) as first_server,
+        running(engines[1], **settings) as other_server,
+        aiohttp.ClientSession(first_server.url) as client,
+        aiohttp.ClientSession(other_server.url) as other_client,
+    ):
+        asker, other = Asker(client, engines[0]), Asker(other_client, engines[1])
+        path, body = "/v1/chat/completions", {**CHAT, "max_tokens": 300, **fields}
+        whole = await asker.stream(path, body)
+        for num_events in range(1, whole.place_of_last + 1):
+            first, tokens = whole.so_far(num_events)
+            rest = await other.stream(path, continuing(body, first, tokens))
+            assert [*whole.events[:num_events], *rest.events] == whole.events
+
+
+async def test_what_parses_otherwise_does_not_continue(tokenizer: Any) -> None:
+    async with running(WritingEngine(tokenizer, CALLS), tool_call_parser="hermes") as server:
+        async with aiohttp.ClientSession(server.url) as client:
+            asker, body = Asker(client, WritingEngine(tokenizer)), {**CHAT, "tools": TOOLS, "max_tokens": 300}
+            whole = await asker.stream("/v1/chat/completions", body)
+    async with running(WritingEngine(tokenizer, CALLS), tool_call_parser="glm") as server:
+        async with aiohttp.ClientSession(server.url) as client:
+            other = Asker(client, WritingEngine(tokenizer))
+            message = await other.refused("/v1/chat/completions", continuing(body, *whole.so_far(2)))
+    assert "was begun by an instance with another model" in message
 
 
 async def test_only_what_would_give_the_same_answer_continues_it(asker: Asker) -> None:

@@ -368,8 +368,8 @@ async def test_tools_that_are_never_called_are_told_of(asker: Asker, caplog: pyt
     endpoint._log_tools.cache_clear()
     body = {**ROUTES["/v1/chat/completions"], "tools": [{"type": "function", "function": {"name": "f"}}]}
     for fields, warning in (
-        ({}, "tools: the model sees them, but"),
-        ({"tool_choice": "auto", "store": True}, "fields without effect: store; tools: the model"),
+        ({}, "tools: no parser of this model's calls is known"),
+        ({"tool_choice": "auto", "store": True}, "fields without effect: store; tools: no parser"),
         ({"tool_choice": "none"}, ""),
         ({"tools": []}, ""),
     ):
@@ -379,8 +379,8 @@ async def test_tools_that_are_never_called_are_told_of(asker: Asker, caplog: pyt
             assert told.startswith(warning)
             assert bool(told) == bool(warning)
     assert [record.message for record in caplog.records if "has tools" in record.message] == [
-        "a request has tools: the model sees them, but what it writes stays text in content, and tool_calls is never"
-        " set. vLLM behind the router returns calls"
+        "a request has tools: no parser of this model's calls is known, and what it writes stays text in content."
+        " --tool-call-parser names one"
     ]
 
 

@@ -90,9 +90,12 @@ def parse_continuation(params: dict[str, Any] | None) -> Continuation | None:
         raise InvalidRequest(f"kv_transfer_params.{CONTINUE_KEY}: {error}", param="kv_transfer_params") from error
 
 
-def answer_name(drawn_by: str, eos_token_ids: Collection[int], prompt_token_ids: Sequence[int], salt: str) -> str:
+def answer_name(
+    drawn_by: str, eos_token_ids: Collection[int], prompt_token_ids: Sequence[int], salt: str, parsers: str = ""
+) -> str:
     """32 hexadecimal digits for all that an answer is a function of, besides the client's own parameters and the seed:
-    what draws its tokens (`core.sampling.drawn_by`), the tokens that end it, and the prompt with its cache salt."""
+    what draws its tokens (`core.sampling.drawn_by`), the tokens that end it, the prompt with its cache salt, and what
+    parses it."""
     [(_, prompt)] = prefix_digests(prompt_token_ids, [len(prompt_token_ids)], salt)
-    facts = [drawn_by, sorted(eos_token_ids), prompt]
+    facts = [drawn_by, sorted(eos_token_ids), prompt, *([parsers] if parsers else [])]
     return hashlib.sha256(_encoder.encode(facts)).hexdigest()[:32]

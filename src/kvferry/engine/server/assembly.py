@@ -12,6 +12,7 @@ from tokenizers.decoders import DecodeStream
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput
+from kvferry.engine.server.output_parsers.answer_reader import AnswerPart, AnswerReader, NumberedCall
 
 CONTINUED = "kv_transfer_params"
 """The request field that contains an answer so far."""
@@ -129,32 +130,47 @@ class TextOptions:
     include_stop: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    hidden_tokens: frozenset[int] = frozenset()
+    """Tokens without text, where others of the special tokens have some."""
 
 
 class Delta(msgspec.Struct):
     """The new part of one choice. `offsets`: for each token, the index in the choice's text at which it begins, in
     characters.
 
-    `first`: the choice begins; `finish_reason`: set when it ends. Text may come later than its tokens.
+    `first`: the choice begins; `finish_reason`: set when it ends; `ends_with_calls`: it has calls, and was not cut off.
+    Text may come later than its tokens.
     """
 
     index: int
     first: bool = False
     text: str = ""
+    reasoning: str = ""
+    calls: list[NumberedCall] = []
     token_ids: list[int] = []
     offsets: list[int] = []
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    ends_with_calls: bool = False
 
 
 class ChoiceAssembler:
-    """Assembles one choice: `feed` takes the engine's outputs in order, until it returns a finish reason."""
+    """Assembles one choice: `feed` takes the engine's outputs in order, until it returns a finish reason. Without a
+    `reader`, all text is content."""
 
-    def __init__(self, index: int, backend: Tokenizer, prompt: Sequence[int], options: TextOptions) -> None:
+    def __init__(
+        self,
+        index: int,
+        backend: Tokenizer,
+        prompt: Sequence[int],
+        options: TextOptions,
+        reader: AnswerReader | None = None,
+    ) -> None:
         self.index = index
         self._options = options
+        self._reader = reader
         self._detokenizer = Detokenizer(backend, prompt, skip_special_tokens=options.skip_special_tokens)
         self._stop_strings = StopStrings(options.stops, include=options.include_stop)
         self._started = False
@@ -173,14 +189,20 @@ class ChoiceAssembler:
         last = len(output.token_ids) - 1
         for position, token_id in enumerate(output.token_ids):
             stopped_by_token = position == last and output.finish_reason == "stop" and not output.is_complete
-            shown = not stopped_by_token or self._options.include_stop
+            shown = (not stopped_by_token or self._options.include_stop) and token_id not in self._options.hidden_tokens
             if output.logprobs:
                 delta.logprobs += output.logprobs[position : position + 1]
             if (stop := self._take(delta, token_id, shown=shown)) is not None:
                 delta.finish_reason, delta.stop_reason = "stop", stop
+                self._finish(delta)
+                return delta
+            if self._reader is not None and self._reader.is_complete:
+                delta.finish_reason = "stop"
+                self._finish(delta)
                 return delta
         if output.finish_reason is not None:
             self._end(delta, output)
+            self._finish(delta)
         return delta
 
     def _take(self, delta: Delta, token_id: int, *, shown: bool) -> str | None:
@@ -193,8 +215,31 @@ class ChoiceAssembler:
     def _emit(self, delta: Delta, text: str) -> str | None:
         self._num_characters += len(text)
         passed: SendableText = self._stop_strings.feed(text, may_stop=self._num_tokens > self._options.min_tokens)
-        delta.text += passed.text
+        self._add(delta, passed.text)
         return passed.stop
+
+    def _add(self, delta: Delta, text: str) -> None:
+        if self._reader is None:
+            delta.text += text
+        else:
+            self._add_parts(delta, self._reader.feed(text))
+
+    def _finish(self, delta: Delta) -> None:
+        """Add what the reader holds."""
+        if self._reader is None:
+            return
+        self._add_parts(delta, self._reader.finish())
+        delta.ends_with_calls = self._reader.has_calls and delta.finish_reason == "stop"
+
+    @staticmethod
+    def _add_parts(delta: Delta, parts: Iterable[AnswerPart]) -> None:
+        for part in parts:
+            if isinstance(part, NumberedCall):
+                delta.calls.append(part)
+            elif part.kind == "reasoning":
+                delta.reasoning += part.text
+            else:
+                delta.text += part.text
 
     def _end(self, delta: Delta, output: EngineOutput) -> None:
         """End the choice, because the engine has ended the sequence: held text is released, unless it contains a stop
@@ -203,7 +248,7 @@ class ChoiceAssembler:
         if (stop := self._emit(delta, self._detokenizer.flush())) is not None:
             delta.finish_reason, delta.stop_reason = "stop", stop
         else:
-            delta.text += self._stop_strings.flush()
+            self._add(delta, self._stop_strings.flush())
 
 
 def merge_deltas(deltas: Iterable[Delta]) -> Delta:
@@ -214,9 +259,12 @@ def merge_deltas(deltas: Iterable[Delta]) -> Delta:
             merged = delta
             continue
         merged.text += delta.text
+        merged.reasoning += delta.reasoning
+        merged.calls += delta.calls
         merged.token_ids += delta.token_ids
         merged.offsets += delta.offsets
         merged.logprobs += delta.logprobs
         merged.finish_reason, merged.stop_reason = delta.finish_reason, delta.stop_reason
+        merged.ends_with_calls = delta.ends_with_calls
     assert merged is not None  # every choice has at least a last delta
     return merged

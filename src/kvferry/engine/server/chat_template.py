@@ -97,7 +97,7 @@ def _template_options(body: ChatCompletionRequest) -> dict[str, Any]:
         options.setdefault("reasoning_effort", body.reasoning_effort)
     return {
         **options,
-        "tools": body.tools or None,
+        "tools": [body.tools[position] for position in body.tool_use().shown] if body.tools else None,
         "documents": body.documents or None,
         "add_generation_prompt": _adds_generation_prompt(body),
         "continue_final_message": bool(body.continue_final_message),

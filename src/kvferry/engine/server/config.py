@@ -11,3 +11,6 @@ class ServerConfig(HttpConfig, frozen=True, kw_only=True):
 
     max_choices: Count = 128
     """Max number of choices of one request: its prompts times its n."""
+
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None

@@ -10,6 +10,7 @@ from kvferry.engine.server.chat_template import render_chat
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.engine_protocol import EngineClient
 from kvferry.engine.server.grammars import make_compiler
+from kvferry.engine.server.output_parsers.table import OutputParsers
 from kvferry.engine.server.prompts import Prompt, require_encodable
 from kvferry.engine.server.text_codec import TextCodec, TokenTexts
 from kvferry.http.server.lifecycle import Lifecycle
@@ -30,6 +31,9 @@ class ServerContext:
         self.clock = clock or SYSTEM_CLOCK
         self.codec = TextCodec(engine_client.tokenizer)
         self.token_texts = TokenTexts(self.codec.backend)
+        self.parsers = OutputParsers(
+            engine_client.tokenizer, tools=config.tool_call_parser, reasoning=config.reasoning_parser
+        )
         self.grammars = make_compiler(engine_client.tokenizer, engine_client.vocab_size, engine_client.eos_token_ids)
         self.lifecycle = Lifecycle()
         self.metrics = EngineMetrics(engine_client.model_names[0])
@@ -51,4 +55,4 @@ class ServerContext:
         text = await render_chat(body, self.codec)
         truncated = body.truncate_prompt_tokens is not None
         await require_encodable(text, self.codec, self.engine_client.max_model_len, "messages", truncated=truncated)
-        return Prompt(await self.codec.encode(text, add_special_tokens=bool(body.add_special_tokens)))
+        return Prompt(await self.codec.encode(text, add_special_tokens=bool(body.add_special_tokens)), text)

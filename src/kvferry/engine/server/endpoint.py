@@ -33,7 +33,7 @@ GenerationBody = TypeVar("GenerationBody", bound=GenerationRequest)
 
 log = logging.getLogger(__name__)
 
-_NO_CALLS = "the model sees them, but what it writes stays text in content, and tool_calls is never set"
+_NO_CALLS = "no parser of this model's calls is known, and what it writes stays text in content"
 
 MakeWriter = Callable[..., Awaitable[AnswerWriter]]
 
@@ -118,15 +118,22 @@ async def decode(
     """The body as `body_type`. The answer gets a header that names fields without effect, and tools that cannot be
     called. Raises `InvalidRequest`."""
     decoded = await context.decode(raw, request, body_type)
-    warnings = [warning for warning in (warning_of(decoded.ignored), _warning_of_tools(decoded)) if warning is not None]
+    warnings = [
+        warning
+        for warning in (warning_of(decoded.ignored), _warning_of_tools(context, decoded.body))
+        if warning is not None
+    ]
     if warnings:
         response.add_header(WARNING_HEADER.lower().encode(), "; ".join(warnings).encode("latin-1", "replace"))
     return decoded
 
 
-def _warning_of_tools(decoded: Decoded[Any]) -> str | None:
-    body = decoded.body
-    if type(body) is not ChatCompletionRequest or not body.tools or decoded.unsupported.get("tool_choice") == "none":
+def _warning_of_tools(context: ServerContext, body: msgspec.Struct) -> str | None:
+    if (
+        not isinstance(body, ChatCompletionRequest)
+        or context.parsers.tools is not None
+        or body.tool_use().mode != "auto"
+    ):
         return None
     _log_tools()
     return f"tools: {_NO_CALLS}"
@@ -135,7 +142,7 @@ def _warning_of_tools(decoded: Decoded[Any]) -> str | None:
 @cache
 def _log_tools() -> None:
     """Log the warning once per process."""
-    log.warning("a request has tools: %s. vLLM behind the router returns calls", _NO_CALLS)
+    log.warning("a request has tools: %s. --tool-call-parser names one", _NO_CALLS)
 
 
 async def _send_response(writer: AnswerWriter, off_loop: ThreadOffload, response: Response) -> None:

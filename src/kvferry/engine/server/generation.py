@@ -46,7 +46,7 @@ class Child:
 
 class Generation:
     """The sequences of one request. `run` it once; `usage` counts meanwhile, `ticket` and `timeline` are set at the
-    end.
+    end. `parsers`: the names of the output parsers.
 
     Only the leader takes part in a hand-off; the other sequences wait until it decodes: by then the instance has the
     prompt's KV for all of them.
@@ -60,6 +60,7 @@ class Generation:
         metrics: EngineMetrics,
         clock: Clock,
         arrived: float,
+        parsers: str = "",
     ) -> None:
         self.children = children
         self.num_unfinished = len(children)
@@ -69,6 +70,7 @@ class Generation:
         self._metrics = metrics
         self._clock = clock
         self._arrived = arrived
+        self._parsers = parsers
         self._leader_decodes = asyncio.Event()
 
     @property
@@ -76,7 +78,9 @@ class Generation:
         """The name of the first sequence's answer, which another instance compares before it continues it."""
         request, engine_client = self.children[0].request, self._front
         source = drawn_by(engine_client.model_identity, request.sampling, engine_client.eos_token_ids)
-        return answer_name(source, engine_client.eos_token_ids, request.prompt_token_ids, request.cache_salt)
+        return answer_name(
+            source, engine_client.eos_token_ids, request.prompt_token_ids, request.cache_salt, self._parsers
+        )
 
     async def run(self, sink: Sink) -> None:
         """Generate everything, and pass each delta to `sink`. Raises `RequestError` if a sequence fails."""

@@ -19,6 +19,7 @@ from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams, child_seed
 from kvferry.core.structured_outputs import StructuredOutputs
 from kvferry.engine.server.assembly import CONTINUED, ChoiceAssembler, TextOptions
+from kvferry.engine.server.chat_answers import ChatAnswers, chat_answers
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.generation import Child, Generation
 from kvferry.engine.server.parameters import (
@@ -90,15 +91,17 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     for prompt, keys in zip(prompts, transfer_params, strict=True):
         if keys is not None:
             keys.num_prefix_tokens(prompt.token_ids)
+    answers = _chat_answers(context, body, prompts, answer_id)
     builder = _ChildBuilder(
-        context, body, length, engine_id, hand_off, timeline, continuation, await _bad_words(context, body)
+        context, body, length, engine_id, hand_off, timeline, continuation, await _bad_words(context, body), answers
     )
     children = [
         child
         for index, (prompt, keys) in enumerate(zip(prompts, transfer_params, strict=True))
         for child in builder.children(prompt, index * number, number, keys)
     ]
-    if (constraint := constraint_of(body.response_format, body.structured_outputs)) is not None:
+    constraint = constraint_of(body.response_format, body.structured_outputs) if answers is None else answers.constraint
+    if constraint is not None:
         await _constrain(context, children, constraint)
     generation = Generation(
         children,
@@ -106,6 +109,7 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
         metrics=context.metrics,
         clock=context.clock,
         arrived=_arrived(timeline, hand_off),
+        parsers="" if answers is None else answers.format.name,
     )
     if continuation is not None:
         _require_same_answer(generation, continuation)
@@ -177,6 +181,7 @@ class _ChildBuilder:
     timeline: Timeline
     continuation: Continuation | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    answers: ChatAnswers | None = None
 
     def children(
         self, prompt: Prompt, first_index: int, number: int, keys: KVTransferParams | None = None
@@ -205,7 +210,8 @@ class _ChildBuilder:
             timeline=msgspec.structs.replace(self.timeline),
         )
         options = self._text_options(sampling)
-        assembler = ChoiceAssembler(index, self.context.codec.backend, prompt.token_ids, options)
+        reader = None if self.answers is None else self.answers.reader(index, sampling.seed)
+        assembler = ChoiceAssembler(index, self.context.codec.backend, prompt.token_ids, options, reader)
         waits = not leads and (self.hand_off is not None or keys is not None)
         child = Child(request, assembler, is_leader=leads, waits_for_leader=waits)
         if self.continuation is not None:
@@ -236,15 +242,27 @@ class _ChildBuilder:
         return sampling
 
     def _text_options(self, sampling: SamplingParams) -> TextOptions:
+        skips, is_parsed = self.body.skip_special_tokens is not False, self.answers is not None
         return TextOptions(
             stops=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
             min_tokens=sampling.min_tokens,
-            skip_special_tokens=self.body.skip_special_tokens is not False,
+            skip_special_tokens=skips and not is_parsed,
+            hidden_tokens=self.answers.format.hidden_tokens if skips and self.answers is not None else frozenset(),
         )
 
     def _deadline(self) -> float | None:
         return None if self.body.timeout is None else self.context.clock.monotonic() + self.body.timeout
+
+
+def _chat_answers(
+    context: ServerContext, body: GenerationRequest, prompts: Sequence[Prompt], answer_id: str
+) -> ChatAnswers | None:
+    """What a chat request asks of its answers; None for a completion."""
+    if not isinstance(body, ChatCompletionRequest):
+        return None
+    (prompt,) = prompts
+    return chat_answers(context.parsers, body, prompt, answer_id)
 
 
 async def _prompts(
@@ -283,8 +301,8 @@ def _require_same_answer(generation: Generation, continuation: Continuation) -> 
     """Raise `InvalidRequest` unless the answer was begun by the same model, with the same prompt and sampling."""
     if continuation.answer != generation.answer_name:
         raise InvalidRequest(
-            "the answer was begun by an instance with another model, tokenizer, chat template or generation_config.json"
-            " than this one, which would continue it otherwise",
+            "the answer was begun by an instance with another model, tokenizer, chat template, parser or"
+            " generation_config.json than this one, which would continue it otherwise",
             param=CONTINUED,
         )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
+
+import msgspec
 
 from kvferry.api import answers
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -141,6 +143,8 @@ class AnswerWriter(ABC):
         """True if an event is sent for this delta: not for tokens without text, unless the event has other content."""
         return bool(
             delta.text
+            or delta.reasoning
+            or delta.calls
             or delta.finish_reason is not None
             or logprobs is not None
             or (delta.token_ids and (self._returns_token_ids or self._continuous_usage))
@@ -209,21 +213,33 @@ _ROLE = "assistant"
 class ChatWriter(AnswerWriter):
     """Writes `/v1/chat/completions`."""
 
+    max_silent: ClassVar[int] = 16
+    """Number of tokens after which an event is sent even if it is empty: while a call is read, a router or a client
+    would take the stream for lost."""
+
     def __init__(self, body: ChatCompletionRequest, plan: Plan, texts: TokenTexts, **head: Any) -> None:
         super().__init__(body, plan, texts, **head)
         self._num_logprobs = num_logprobs(body)
+        self._includes_reasoning = body.include_reasoning is not False
+        self._num_silent = [0] * len(plan.generation.children)
+        """For each choice, the tokens since its last event."""
 
     def events(self, delta: Delta) -> list[answers.ApiAnswer]:
         """A choice's first chunk contains its role."""
         chunks = [self._role_chunk(delta)] if delta.first else []
+        if not self._includes_reasoning:
+            delta.reasoning = ""
         logprobs = self._choice_logprobs(delta)
-        if not self._has_content(delta, logprobs):
+        num_silent = 0 if chunks else self._num_silent[delta.index] + len(delta.token_ids)
+        is_sent = self._has_content(delta, logprobs) or num_silent >= self.max_silent
+        self._num_silent[delta.index] = 0 if is_sent else num_silent
+        if not is_sent:
             return chunks
         choice = answers.ChatChunkChoice(
             index=delta.index,
-            delta=answers.ChatMessage(content=delta.text) if delta.text else answers.ChatMessage(),
+            delta=self._message(delta, is_chunk=True),
             logprobs=logprobs,
-            finish_reason=delta.finish_reason,
+            finish_reason=self._finish_reason(delta),
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._returns_token_ids else None,
         )
@@ -257,12 +273,40 @@ class ChatWriter(AnswerWriter):
     def _choice(self, delta: Delta) -> answers.ChatChoice:
         return answers.ChatChoice(
             index=delta.index,
-            message=answers.ChatMessage(role=_ROLE, content=delta.text),
+            message=self._message(delta),
             logprobs=self._choice_logprobs(delta),
-            finish_reason=delta.finish_reason,
+            finish_reason=self._finish_reason(delta),
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._returns_token_ids else None,
         )
+
+    def _message(self, delta: Delta, *, is_chunk: bool = False) -> answers.ChatMessage:
+        """The choice's message, or its new part."""
+        reasoning = (delta.reasoning or None) if self._includes_reasoning else None
+        calls = [
+            answers.ToolCall(
+                index=call.index if is_chunk else None,
+                id=call.id,
+                function=answers.FunctionCall(call.name, call.arguments),
+            )
+            for call in delta.calls
+        ]
+        content: str | msgspec.UnsetType | None = delta.text
+        if not delta.text and is_chunk:
+            content = msgspec.UNSET
+        elif not delta.text and (calls or delta.reasoning):
+            content = None
+        return answers.ChatMessage(
+            role=None if is_chunk else _ROLE,
+            content=content,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=calls or None,
+        )
+
+    @staticmethod
+    def _finish_reason(delta: Delta) -> str | None:
+        return "tool_calls" if delta.ends_with_calls else delta.finish_reason
 
     def _choice_logprobs(self, delta: Delta) -> answers.ChatLogprobs | None:
         if self._num_logprobs is None or not delta.token_ids:

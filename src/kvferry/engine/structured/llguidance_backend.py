@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.hf import from_tokenizer
 
 from kvferry.core.errors import GrammarFailed, InvalidRequest
-from kvferry.core.structured_outputs import StructuredOutputs
+from kvferry.core.structured_outputs import AnswerGrammar, StructuredOutputs
+from kvferry.engine.structured.answer_grammar import AnswerGrammarWriter
 from kvferry.engine.structured.exact_formats import with_exact_formats
 from kvferry.engine.structured.schema_paths import pointers_to, subschemas
 
@@ -66,20 +68,36 @@ class LlguidanceBackend:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raises `ValueError` for a tokenizer that llguidance cannot read."""
         self._tokenizer = _ll_tokenizer(tokenizer, vocab_size, tuple(sorted(eos_token_ids)))
-        self._added = frozenset(tokenizer.get_added_vocab())
+        self._added = tokenizer.get_added_vocab()
+        self._answers = AnswerGrammarWriter(self._added, eos_token_ids)
 
     def compile(self, constraint: StructuredOutputs) -> LlguidanceGrammar:
         """Compile in bounded time. Raises `InvalidRequest` with the JSON pointer of a keyword that is not supported."""
-        schema = _schema_of(constraint)
-        if schema is False:
-            raise InvalidRequest(f"{constraint.field}: no answer can satisfy it", param=constraint.field)
-        if schema is not None:
-            _refuse_before(schema, constraint.field)
+        if constraint.kind == "answer":
+            return self._compile_answer(constraint)
+        schema = _require_schema(constraint)
         pristine = LLMatcher(self._tokenizer, self._grammar(constraint), log_level=0, limits=LIMITS)
         if problem := pristine.get_error():
             raise InvalidRequest(_explained(problem, schema, constraint.field), param=constraint.field)
         if not pristine.is_accepting() and pristine.is_stopped():
             raise InvalidRequest(f"{constraint.field}: no answer can satisfy it", param=constraint.field)
+        return LlguidanceGrammar(pristine)
+
+    def _compile_answer(self, constraint: StructuredOutputs) -> LlguidanceGrammar:
+        """Compile a whole answer. Where that fails, each of its parts is compiled alone, for an error that names it."""
+        answer = msgspec.json.decode(constraint.content, type=AnswerGrammar)
+        parts: list[StructuredOutputs] = []
+
+        def write(part: StructuredOutputs) -> dict[str, Any]:
+            parts.append(part)
+            _require_schema(part)
+            return _sub_grammar(self._grammar(part))
+
+        pristine = LLMatcher(self._tokenizer, self._answers.write(answer, write), log_level=0, limits=LIMITS)
+        if problem := pristine.get_error():
+            for part in parts:
+                self.compile(part)
+            raise InvalidRequest(f"{constraint.field}: {_clip(problem)}", param=constraint.field)
         return LlguidanceGrammar(pristine)
 
     def _grammar(self, constraint: StructuredOutputs) -> str:
@@ -105,6 +123,8 @@ class LlguidanceBackend:
                     raise InvalidRequest(f"{field}: the grammar cannot be read: {error}", param=field) from error
             case "structural_tag":
                 return self._tag_grammar(json.loads(content))
+            case "answer":
+                raise ValueError("an answer's grammar is no part of another one")
 
     def _tag_grammar(self, structural_tag: dict[str, Any]) -> str:
         """Free text in which each trigger begins a structure. A trigger may be a special token of the tokenizer."""
@@ -185,6 +205,24 @@ def _tag_schema(schema: dict[str, Any]) -> str:
 def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
     """Cached, because many servers of one process may have the same tokenizer."""
     return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=list(eos_token_ids) or None)
+
+
+def _sub_grammar(grammar: str) -> dict[str, Any]:
+    """A grammar as a part of another one."""
+    if not grammar.startswith("{"):
+        return {"lark_grammar": grammar}
+    (only,) = json.loads(grammar)["grammars"]
+    return {key: value for key, value in only.items() if value is not None}
+
+
+def _require_schema(constraint: StructuredOutputs) -> Any:
+    """The constraint's schema; None: it has none. Raises `InvalidRequest` for one that cannot be followed."""
+    schema = _schema_of(constraint)
+    if schema is False:
+        raise InvalidRequest(f"{constraint.field}: no answer can satisfy it", param=constraint.field)
+    if schema is not None:
+        _refuse_before(schema, constraint.field)
+    return schema
 
 
 def _schema_of(constraint: StructuredOutputs) -> Any:

@@ -1,0 +1,100 @@
+"""Reads one choice's text with an output parser: numbers its calls, and drops what the client does not get."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+
+from kvferry.engine.server.output_parsers.base import OutputParser, Part, TextPart, ToolCall
+
+
+class NumberedCall(msgspec.Struct, frozen=True):
+    """A complete call, with its position among the choice's calls."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+AnswerPart = TextPart | NumberedCall
+
+
+@dataclass(frozen=True)
+class CallIds:
+    """The ids of one choice's calls: functions of `key` and the position, so that they are the same on each instance.
+    `is_short`: nine letters and digits."""
+
+    key: bytes
+    is_short: bool = False
+    letters: ClassVar[str] = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+    def of(self, index: int) -> str:
+        """The id of a call."""
+        digest = hashlib.sha256(index.to_bytes(8, "little") + self.key).digest()
+        if not self.is_short:
+            return f"chatcmpl-tool-{digest.hex()[:32]}"
+        return "".join(self.letters[byte % len(self.letters)] for byte in digest[:9])
+
+
+class AnswerReader:
+    """Divides one choice's text into reasoning, content and calls. `max_calls`: the choice ends after as many.
+    Whitespace around calls is no content."""
+
+    max_id: ClassVar[int] = 256
+    """Longest id of the model's own that is used."""
+
+    def __init__(self, parser: OutputParser, ids: CallIds, *, max_calls: int | None = None) -> None:
+        self._parser = parser
+        self._ids = ids
+        self._max_calls = max_calls
+        self._used_ids: set[str] = set()
+        self._follows_call = False
+        self._spaces = ""
+        """Whitespace after a call, which is content only if text follows."""
+
+    @property
+    def has_calls(self) -> bool:
+        """True if the text so far has calls."""
+        return bool(self._used_ids)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no further call is permitted."""
+        return len(self._used_ids) == self._max_calls
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        """The parts that `text` completes."""
+        return [] if self.is_complete or not text else self._read(self._parser.feed(text))
+
+    def finish(self) -> list[AnswerPart]:
+        """The rest, at the end of the text."""
+        return [] if self.is_complete else self._read(self._parser.finish())
+
+    def _read(self, parts: Iterable[Part]) -> list[AnswerPart]:
+        read: list[AnswerPart] = []
+        for part in parts:
+            if self.is_complete:
+                break
+            if isinstance(part, ToolCall):
+                read.append(self._numbered(part))
+                self._follows_call, self._spaces = True, ""
+            elif part.kind == "content" and self._follows_call and not part.text.strip():
+                self._spaces += part.text
+            elif part.kind == "content":
+                read.append(TextPart("content", self._spaces + part.text))
+                self._follows_call, self._spaces = False, ""
+            else:
+                read.append(part)
+        return read
+
+    def _numbered(self, call: ToolCall) -> NumberedCall:
+        index = len(self._used_ids)
+        is_usable = call.id is not None and call.id not in self._used_ids and len(call.id) <= self.max_id
+        call_id = call.id if is_usable and call.id is not None else self._ids.of(index)
+        self._used_ids.add(call_id)
+        return NumberedCall(index, call_id, call.name, call.arguments)

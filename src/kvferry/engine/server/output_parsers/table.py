@@ -1,0 +1,204 @@
+"""The output parsers of one server, by the names of its flags or by the checkpoint's own files, and of one answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from kvferry.core.structured_outputs import CallForm, Thought
+from kvferry.engine.parser_names import NONE, ParserKind, extension_point, formats
+from kvferry.engine.server.output_parsers.base import OutputParser, ParserContext, Stages
+from kvferry.engine.server.output_parsers.response_template import OutputTemplate, TemplateParser
+
+_FALLBACK = "hermes"
+"""The form of calls that a request forces, for models without a form of their own."""
+
+_CHECKPOINT = "response_template"
+
+
+@dataclass(frozen=True, eq=False)
+class ParserEntry:
+    """One parser. `anchor`: what precedes an answer in the prompt; None: the end of the prompt itself decides. `form`:
+    how calls are written, for grammars. `short_ids`: ids of calls have nine letters and digits."""
+
+    name: str
+    source: OutputTemplate | type[OutputParser]
+    anchor: re.Pattern[str] | None = None
+    form: CallForm | None = None
+    short_ids: bool = False
+
+    @property
+    def thought(self) -> tuple[str, str] | None:
+        """The texts before and after reasoning, as far as grammars can have them."""
+        return self.source.thought if isinstance(self.source, OutputTemplate) else None
+
+    def without_calls(self) -> ParserEntry:
+        """The same parser, for which the text of calls is content."""
+        source = self.source
+        if not isinstance(source, OutputTemplate) or not source.has_calls:
+            return self
+        return replace(self, source=source.without_calls)
+
+    def make(self, context: ParserContext) -> OutputParser:
+        """A parser of one answer."""
+        source = self.source
+        return TemplateParser(source, context) if isinstance(source, OutputTemplate) else source(context)
+
+    def sees(self, token: str) -> bool:
+        """True if the parser must see this special token."""
+        source = self.source
+        return token in source.patterns if isinstance(source, OutputTemplate) else token in source.markers()
+
+    def prefix(self, prompt: str) -> str:
+        """The beginning of the answer that is the end of this prompt."""
+        if self.anchor is not None:
+            ends = [match.end() for match in self.anchor.finditer(prompt)]
+            return prompt[ends[-1] :] if ends else ""
+        stripped = prompt.rstrip()
+        opening = self.thought[0].rstrip() if self.thought is not None else ""
+        return prompt[len(stripped) - len(opening) :] if opening and stripped.endswith(opening) else ""
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How the answers of one request are parsed. `stages`: each parser with the context that it is made with.
+    `hidden_tokens`: special tokens that are no text for a parser."""
+
+    stages: tuple[tuple[ParserEntry, ParserContext], ...]
+    hidden_tokens: frozenset[int]
+    thought: Thought | None = None
+    form: CallForm | None = None
+
+    @property
+    def name(self) -> str:
+        """The names of the parsers, by which instances that parse otherwise are told apart; empty: none."""
+        return "+".join(entry.name for entry, _ in self.stages)
+
+    @property
+    def has_short_ids(self) -> bool:
+        """True if the ids of calls have nine letters and digits."""
+        return any(entry.short_ids for entry, _ in self.stages)
+
+    def make(self) -> OutputParser | None:
+        """A parser of one answer; None: the text is the content."""
+        parsers = [entry.make(context) for entry, context in self.stages]
+        if not parsers:
+            return None
+        return Stages(*parsers) if len(parsers) == 2 else parsers[0]
+
+
+class OutputParsers:
+    """The parsers of one server. Raises `ConfigError` for a name that cannot be loaded."""
+
+    def __init__(self, tokenizer: Any, *, tools: str | None = None, reasoning: str | None = None) -> None:
+        template = _chat_template(tokenizer)
+        own = getattr(tokenizer, "response_template", None)
+        checkpoint = None if own is None or (tools and reasoning) else _of_checkpoint(own)
+        self.tools = _choose("tools", tools, checkpoint, template)
+        self.reasoning = _choose("reasoning", reasoning, checkpoint, template)
+        self._added = tuple(tokenizer.get_added_vocab())
+        self._special = {
+            token_id: token.content
+            for token_id, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+
+    def answer_format(
+        self,
+        prompt: str,
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        is_forced: bool = False,
+        continued: str | None = None,
+        max_thought_tokens: int | None = None,
+    ) -> AnswerFormat:
+        """The format of the answers to a prompt. `tools`: those that may be called. `is_forced`: a grammar writes the
+        calls. `continued`: the beginning of the answer, where the request has it."""
+        reasoning, calls = self.reasoning, self.tools if tools else None
+        if is_forced and (calls is None or calls.form is None):
+            calls = _named("tools", _FALLBACK)
+        if reasoning is not None and reasoning is not calls:
+            reasoning = reasoning.without_calls()
+        entries = [entry for entry in dict.fromkeys((reasoning, calls)) if entry is not None]
+        stages = []
+        for index, entry in enumerate(entries):
+            prefix = "" if index else _prefix_of(entry, prompt, continued)
+            stages.append((entry, ParserContext(prefix.replace("\0", ""), tools)))
+        form = calls.form if calls is not None else None
+        thought = _thought(stages[0], prompt, max_thought_tokens) if stages and reasoning is not None else None
+        return AnswerFormat(tuple(stages), self._hidden(entries), thought, form)
+
+    def is_token(self, text: str) -> bool:
+        """True if the text begins with a token of its own, which free text does not contain."""
+        return any(text.startswith(token) for token in self._added if token)
+
+    def _hidden(self, entries: Sequence[ParserEntry]) -> frozenset[int]:
+        return frozenset(
+            token_id for token_id, text in self._special.items() if not any(entry.sees(text) for entry in entries)
+        )
+
+
+def _prefix_of(entry: ParserEntry, prompt: str, continued: str | None) -> str:
+    if continued is None:
+        return entry.prefix(prompt)
+    begin = prompt.rfind(continued.strip()) if continued.strip() else -1
+    return prompt[begin:] if begin >= 0 else ""
+
+
+def _thought(stage: tuple[ParserEntry, ParserContext], prompt: str, max_tokens: int | None) -> Thought | None:
+    """The reasoning that comes in the answer; None: the prompt has it already, or it has no fixed delimiters."""
+    entry, context = stage
+    if entry.thought is None:
+        return None
+    opening, closing = entry.thought
+    parser = entry.make(context)
+    begun = isinstance(parser, TemplateParser) and parser.is_reasoning
+    if not begun and (closing in context.prefix or prompt.rstrip().endswith(closing.rstrip())):
+        return None
+    return Thought(open=opening, close=closing, begun=begun, max_tokens=max_tokens)
+
+
+def _choose(kind: ParserKind, name: str | None, checkpoint: ParserEntry | None, template: str) -> ParserEntry | None:
+    """The parser that is set, else the checkpoint's own, else one whose format its chat template has."""
+    if name is not None:
+        return None if name == NONE else _named(kind, name)
+    if checkpoint is not None:
+        assert isinstance(checkpoint.source, OutputTemplate)  # `_of_checkpoint` makes no other
+        has = checkpoint.source.has_calls if kind == "tools" else checkpoint.source.has_reasoning
+        if has:
+            return checkpoint
+    for format_name, entry in formats(kind).items():
+        if template and all(text in template for text in entry["recognized_by"]):
+            return _named(kind, format_name)
+    return None
+
+
+@lru_cache(maxsize=64)
+def _named(kind: ParserKind, name: str) -> ParserEntry:
+    point = extension_point(kind)
+    point.require_known(name)
+    if name not in point.table:
+        return ParserEntry(name, point.find(name, OutputParser))
+    format_name = point.table[name]
+    entry = formats(kind)[format_name]
+    form = CallForm(**{**entry["form"], "call": tuple(entry["form"]["call"])}) if "form" in entry else None
+    template = OutputTemplate(entry["fields"], once=entry.get("once", False), sequence=entry.get("sequence", False))
+    return ParserEntry(format_name, template, form=form, short_ids=entry.get("id") == "nine")
+
+
+def _of_checkpoint(template: Any) -> ParserEntry:
+    source = OutputTemplate.from_checkpoint(template)
+    anchor = template.get("start_anchor_pattern")
+    if anchor is None:
+        literals = template["start_anchor"]
+        anchor = "|".join(map(re.escape, [literals] if isinstance(literals, str) else literals))
+    return ParserEntry(_CHECKPOINT, source, anchor=re.compile(anchor, re.DOTALL))
+
+
+def _chat_template(tokenizer: Any) -> str:
+    """The text of the checkpoint's chat template, or of all that it has."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(template.values()) if isinstance(template, dict) else str(template)

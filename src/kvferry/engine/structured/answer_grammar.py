@@ -1,0 +1,100 @@
+"""Grammars of whole answers: reasoning, then calls or a constrained text, as one grammar of llguidance.
+
+Special tokens of the vocabulary are written as tokens, because no text of a grammar matches them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.structured_outputs import AnswerGrammar, Calls, StructuredOutputs, Thought
+
+_ANY = r"/(?s:.*)/"
+_SPACES = r"/[ \t\r\n]{0,16}/"
+
+
+class AnswerGrammarWriter:
+    """Writes grammars for one vocabulary. `added`: the ids of its added tokens; `eos`: tokens that end an answer."""
+
+    def __init__(self, added: Mapping[str, int], eos: Collection[int]) -> None:
+        self._added = added
+        self._eos = frozenset(eos)
+        texts = sorted(filter(None, added), key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, texts)) + ")") if texts else None
+
+    def write(self, grammar: AnswerGrammar, part: Callable[[StructuredOutputs], dict[str, Any]]) -> str:
+        """The grammar as llguidance's JSON. `part`: writes the grammar of a constraint. Raises `InvalidRequest`."""
+        parts: dict[str, dict[str, Any]] = {}
+
+        def named(constraint: StructuredOutputs) -> str:
+            name = f"part_{len(parts)}"
+            parts[name] = part(constraint) | {"name": name}
+            return f"@{name}"
+
+        rules = ["spaces: " + _SPACES]
+        reserved: list[str] = []
+        start = ""
+        if grammar.thought is not None:
+            rules += self._thought(grammar.thought)
+            start = "thought spaces " if grammar.thought.begun else "(spaces opening thought)? spaces "
+            reserved += self._pieces(grammar.thought.open)
+        if grammar.calls is not None:
+            rules += self._calls(grammar.calls, named)
+        if grammar.text is not None:
+            text = named(grammar.text)
+            start += text if grammar.calls is None else f"({text} | calls)"
+        elif grammar.calls is not None:
+            reserved += self._pieces(grammar.calls.form.begin or grammar.calls.form.call[0])[:1]
+            start += "calls" if grammar.calls.required else "free (calls free)?"
+        else:
+            start = start.removesuffix("spaces ") + "free"
+        if "free" in start:
+            rules += self._free(reserved)
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join([f"start: {start}", *rules])}, *parts.values()]})
+
+    def _thought(self, thought: Thought) -> list[str]:
+        close = self._pieces(thought.close)
+        rules = [] if thought.begun else ["opening: " + " ".join(self._pieces(thought.open))]
+        limit = f"[max_tokens={thought.max_tokens}]" if thought.max_tokens is not None else ""
+        if len(close) == 1 and close[0].startswith("<["):
+            if thought.max_tokens == 0:
+                return [*rules, f"thought: {close[0]}"]
+            return [*rules, f"thought: thinking {close[0]}", f"thinking{limit}: {_ANY}"]
+        if limit:
+            raise InvalidRequest(
+                "thinking_token_budget needs a model whose reasoning ends with a token of its own",
+                param="thinking_token_budget",
+            )
+        return [*rules, f"thought[suffix={json.dumps(thought.close)}]: {_ANY}"]
+
+    def _calls(self, calls: Calls, named: Callable[[StructuredOutputs], str]) -> list[str]:
+        form, rules = calls.form, []
+        for index, function in enumerate(calls.functions):
+            schema = json.dumps({"type": "object"} | function.schema, ensure_ascii=False)
+            arguments = named(StructuredOutputs(kind="json", content=schema, field=function.field))
+            before, between, after = form.call
+            sequence = [*self._pieces(before + function.name + between), arguments, *self._pieces(after)]
+            rules.append(f"call_{index}: {' '.join(sequence)}")
+        rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls.functions))))
+        more = f"({' '.join([*self._pieces(form.separator), 'call'])})*" if calls.parallel else ""
+        rules.append(" ".join(["calls:", *self._pieces(form.begin), "call", more, *self._pieces(form.end)]))
+        return rules
+
+    def _free(self, reserved: Iterable[str]) -> list[str]:
+        """Any text with any special tokens, except those that end an answer and the reserved ones."""
+        ids = sorted({token for token in self._added.values() if f"<[{token}]>" not in set(reserved)} - self._eos)
+        special = f" | <[{','.join(map(str, ids))}]>" if ids else ""
+        return [f"free: (FREE{special})*", "FREE: /(?s:.+)/"]
+
+    def _pieces(self, text: str) -> list[str]:
+        """The text as strings and tokens of a grammar."""
+        pieces = self._split.split(text) if self._split is not None else [text]
+        return [
+            f"<[{self._added[piece]}]>" if piece in self._added else json.dumps(piece, ensure_ascii=False)
+            for piece in pieces
+            if piece
+        ]
