@@ -86,7 +86,7 @@ class FunctionCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A complete call, also in a chunk, which says its position in `index`."""
 
     index: int | None = None
@@ -103,7 +103,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     content: str | msgspec.UnsetType | None = msgspec.UNSET
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True, omit_defaults=True):

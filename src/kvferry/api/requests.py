@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvferry.api.structured_outputs import ResponseFormat, StructuredOutputsParams
-from kvferry.api.tools import ToolChoice, ToolUse, tool_use_of
+from kvferry.api.tools import ToolChoiceObject, ToolUse, tool_use_of
 
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Integers of 64 bits: Python's are unlimited, but the arithmetic that uses them is not."""
@@ -169,7 +169,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
 
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Annotated[int, msgspec.Meta(ge=-1, le=2**31)] | None = None

@@ -28,7 +28,7 @@ class FunctionDefinition(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class FunctionTool(msgspec.Struct, kw_only=True):
     """One of a request's tools."""
 
     function: FunctionDefinition
@@ -55,7 +55,7 @@ class AllowedTools(msgspec.Struct, kw_only=True):
     tools: Annotated[list[ToolName], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
-class ToolChoice(msgspec.Struct, kw_only=True):
+class ToolChoiceObject(msgspec.Struct, kw_only=True):
     """A tool that must be called, or those that may be."""
 
     type: Literal["function", "allowed_tools"]
@@ -77,11 +77,11 @@ class ToolUse:
 
 def tool_use_of(
     tools: Sequence[dict[str, Any]] | None,
-    choice: Literal["none", "auto", "required"] | ToolChoice | None,
+    choice: Literal["none", "auto", "required"] | ToolChoiceObject | None,
     *,
     parallel: bool | None,
 ) -> ToolUse:
-    """What the fields request. Raises `InvalidRequest` that names the field."""
+    """The calls that the fields request. Raises `InvalidRequest` that names the field."""
     if len(tools or ()) > MAX_TOOLS:
         raise InvalidRequest(f"at most {MAX_TOOLS} tools are accepted", param="tools")
     functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
@@ -90,7 +90,7 @@ def tool_use_of(
     if len(set(names)) < len(names):
         name = next(name for name in names if names.count(name) > 1)
         raise InvalidRequest(f"tools: two functions have the name {name!r}", param="tools")
-    if isinstance(choice, ToolChoice):
+    if isinstance(choice, ToolChoiceObject):
         mode, allowed, field = _chosen(choice)
         positions = tuple(sorted({_position(name, names, field) for name in allowed}))
         shown = positions if mode == "auto" else everything
@@ -100,7 +100,7 @@ def tool_use_of(
             raise InvalidRequest("tool_choice 'required' needs tools", param="tool_choice")
     if not functions:
         return ToolUse()
-    is_single = isinstance(choice, ToolChoice) and choice.type == "function"
+    is_single = isinstance(choice, ToolChoiceObject) and choice.type == "function"
     chosen = tuple(functions[position] for position in positions)
     return ToolUse(mode, chosen, positions, shown, parallel=parallel is not False and not is_single)
 
@@ -109,7 +109,7 @@ def _function(tool: Any, field: str) -> FunctionDefinition:
     if isinstance(tool, dict) and tool.get("type", "function") != "function":
         raise InvalidRequest(f"{field}.type: only 'function' is supported", param=f"{field}.type")
     try:
-        function = msgspec.convert(tool, Tool).function
+        function = msgspec.convert(tool, FunctionTool).function
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{field}: {error}", param=field) from error
     if not _NAME.fullmatch(function.name):
@@ -120,7 +120,7 @@ def _function(tool: Any, field: str) -> FunctionDefinition:
     return function
 
 
-def _chosen(choice: ToolChoice) -> tuple[ToolMode, list[str], str]:
+def _chosen(choice: ToolChoiceObject) -> tuple[ToolMode, list[str], str]:
     """The mode, the names, and the field that has them."""
     if choice.type == "function":
         if choice.function is None:

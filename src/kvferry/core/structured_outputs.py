@@ -43,7 +43,7 @@ class Thought(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How calls are written. `call`: the texts before a call's name, between name and arguments, and after them."""
+    """The form of calls. `call`: the texts before a call's name, between name and arguments, and after them."""
 
     call: tuple[str, str, str]
     begin: str = ""

@@ -118,7 +118,8 @@ async def test_an_answer_of_calls_alone_has_no_content() -> None:
 
 
 async def test_without_tools_or_with_none_nothing_is_called() -> None:
-    for fields in ({"tool_choice": "none"}, {"tools": None}, {"tools": []}):
+    nothing: list[dict[str, Any]] = [{"tool_choice": "none"}, {"tools": None}, {"tools": []}]
+    for fields in nothing:
         async with asking(call()) as asker:
             choice = await asker.choice(**fields)
         assert choice["message"]["content"] == call()
@@ -288,7 +289,8 @@ async def test_what_is_forced_is_read_again(parser: str) -> None:
 async def test_strict_arguments_are_valid_where_no_call_is_forced() -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>", "<|x|>"]})
-    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    function: Any = WEATHER["function"]
+    strict = {"type": "function", "function": {**function, "strict": True}}
     async with asking("hi", tokenizer=tokenizer) as asker:
         for text, is_good in (
             (call(), True),

@@ -41,7 +41,7 @@ class ChatAnswers:
 
 
 def chat_answers(parsers: OutputParsers, body: ChatCompletionRequest, prompt: Prompt, answer_id: str) -> ChatAnswers:
-    """What the request asks for. Raises `InvalidRequest`."""
+    """The answers that the request asks for. Raises `InvalidRequest`."""
     use = body.tool_use()
     text = constraint_of(body.response_format, body.structured_outputs)
     may_call = use.mode != "none"

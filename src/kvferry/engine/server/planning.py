@@ -258,7 +258,7 @@ class _ChildBuilder:
 def _chat_answers(
     context: ServerContext, body: GenerationRequest, prompts: Sequence[Prompt], answer_id: str
 ) -> ChatAnswers | None:
-    """What a chat request asks of its answers; None for a completion."""
+    """The answers that a chat request asks for; None for a completion."""
     if not isinstance(body, ChatCompletionRequest):
         return None
     (prompt,) = prompts

@@ -284,7 +284,7 @@ class ChatWriter(AnswerWriter):
         """The choice's message, or its new part."""
         reasoning = (delta.reasoning or None) if self._includes_reasoning else None
         calls = [
-            answers.ToolCall(
+            answers.MessageToolCall(
                 index=call.index if is_chunk else None,
                 id=call.id,
                 function=answers.FunctionCall(call.name, call.arguments),

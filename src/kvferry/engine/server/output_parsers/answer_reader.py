@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
-from kvferry.engine.server.output_parsers.base import OutputParser, Part, TextPart, ToolCall
+from kvferry.engine.server.output_parsers.base import OutputParser, Part, TextPart, ParsedCall
 
 
 class NumberedCall(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class AnswerReader:
         for part in parts:
             if self.is_complete:
                 break
-            if isinstance(part, ToolCall):
+            if isinstance(part, ParsedCall):
                 read.append(self._numbered(part))
                 self._follows_call, self._spaces = True, ""
             elif part.kind == "content" and self._follows_call and not part.text.strip():
@@ -92,7 +92,7 @@ class AnswerReader:
                 read.append(part)
         return read
 
-    def _numbered(self, call: ToolCall) -> NumberedCall:
+    def _numbered(self, call: ParsedCall) -> NumberedCall:
         index = len(self._used_ids)
         is_usable = call.id is not None and call.id not in self._used_ids and len(call.id) <= self.max_id
         call_id = call.id if is_usable and call.id is not None else self._ids.of(index)

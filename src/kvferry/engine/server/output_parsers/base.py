@@ -21,7 +21,7 @@ class TextPart(msgspec.Struct, frozen=True):
     text: str
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class ParsedCall(msgspec.Struct, frozen=True):
     """A complete call. `arguments`: a JSON object as text. `id`: the model's own, if its format has ids."""
 
     name: str
@@ -29,12 +29,12 @@ class ToolCall(msgspec.Struct, frozen=True):
     id: str | None = None
 
 
-Part = TextPart | ToolCall
+Part = TextPart | ParsedCall
 
 
 @dataclass(frozen=True)
 class ParserContext:
-    """What a parser is made with. `prefix`: the beginning of the answer that the chat template has written. `tools`:
+    """The arguments of a parser. `prefix`: the beginning of the answer that the chat template has written. `tools`:
     the tools that may be called, as in the request."""
 
     prefix: str = ""

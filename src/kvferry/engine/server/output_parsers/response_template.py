@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from kvferry.core.errors import ConfigError
-from kvferry.engine.server.output_parsers.base import OutputParser, ParserContext, Part, TextPart, ToolCall
+from kvferry.core.names import resolve
+from kvferry.engine.server.output_parsers.base import OutputParser, ParserContext, Part, TextPart, ParsedCall
 
 _IMPLICIT = "content_between_regions"
 _NO_ANCHOR = "\0"
@@ -30,7 +31,7 @@ Kind = Literal["content", "reasoning", "call", "mark"]
 
 @dataclass(frozen=True, eq=False)
 class OutputTemplate:
-    """One format. `fields`: those of a response template. `once`: reasoning comes before all else. `sequence`: a
+    """A format of answers. `fields`: as in a response template. `once`: reasoning comes before all else. `sequence`: a
     region of calls has JSON objects with semicolons between them. `by_character`: what it reads may depend on how the
     text is cut, so each character is fed by itself."""
 
@@ -51,12 +52,12 @@ class OutputTemplate:
 
     @cached_property
     def kinds(self) -> dict[str, Kind]:
-        """What each field becomes. The text of fields without a name that is known is content."""
+        """The kind of each field. Fields with other names are content."""
         return {_IMPLICIT: "content", **{name: _kind_of(name) for name in self.fields}}
 
     @cached_property
     def regions(self) -> Any:
-        """A template that divides the text alone: the text of each region is kept as it is, with that of its
+        """A template that only divides the text into regions. A region's value is its text as it is, and the text of its
         opening."""
         fields = {name: _region(field) for name, field in self.fields.items() if _is_explicit(field)}
         fields[_IMPLICIT] = {"content": "text", "content_args": _AS_IT_IS}
@@ -104,18 +105,15 @@ class OutputTemplate:
         return "reasoning" in self.kinds.values()
 
 
-def _library() -> Any:
-    """Transformers' parsing, which brings all of transformers along: a server without such a format does without."""
-    from transformers.utils import chat_parsing
-
-    return chat_parsing
+_LIBRARY = "transformers.utils.chat_parsing"
+"""Resolved where it is used, because it brings all of transformers along: a server without a format does without."""
 
 
 def _load(template: Any) -> Any:
-    from transformers.utils.chat_parsing import response_templates
-
-    response_templates.logger.setLevel(logging.WARNING)  # it reports that the prefix has no anchor, for each answer
-    return response_templates.load_response_template(template)
+    """The compiled template. Raises the library's errors."""
+    logger = resolve(f"{_LIBRARY}.response_templates:logger")
+    logger.setLevel(logging.WARNING)  # it reports for each answer that the prefix has no anchor
+    return resolve(f"{_LIBRARY}.response_templates:load_response_template")(template)
 
 
 _AS_IT_IS = {"strip": False}
@@ -162,10 +160,10 @@ class TemplateParser(OutputParser):
     def __init__(self, template: OutputTemplate, context: ParserContext) -> None:
         self._template = template
         self._tools = [dict(tool) for tool in context.tools]
-        self._parser = _library().ResponseParser(template.regions, prefix=context.prefix)
+        self._parser = resolve(f"{_LIBRARY}:ResponseParser")(template.regions, prefix=context.prefix)
         """None: all that follows is content."""
         self._raw = context.prefix
-        """The text that is in no part yet, without that of the open region's chunks that are."""
+        """The text since the last region ended; the open region's text is still in it."""
         self._in_region = ""
         """The name of the region that is open, unless it is the implicit one."""
         self._has_called = False
@@ -243,11 +241,10 @@ class TemplateParser(OutputParser):
         self._has_called = True
         return [*calls]
 
-    def _read(self, name: str, region: str) -> list[ToolCall]:
+    def _read(self, name: str, region: str) -> list[ParsedCall]:
         is_typed = self._template.fields[name].get("content") == "json"
-        message = _library().parse_response(
-            region, self._template.calls[name], prefix="", tools=None if is_typed else self._tools
-        )
+        tools = None if is_typed else self._tools
+        message = resolve(f"{_LIBRARY}:parse_response")(region, self._template.calls[name], prefix="", tools=tools)
         values = message.pop(name)
         if any(message.values()) or not values:
             raise ValueError("text beside the call")
@@ -265,7 +262,7 @@ def _objects(text: str) -> Iterator[str]:
         end += len(text[end:]) - len(text[end:].lstrip("; \t\r\n"))
 
 
-def _call(value: Any) -> ToolCall:
+def _call(value: Any) -> ParsedCall:
     """A call as the client gets it. Raises one of `_NOT_A_CALL`."""
     function, call_id = value["function"], value.get("id")
     name, arguments = function["name"], function["arguments"]
@@ -278,7 +275,7 @@ def _call(value: Any) -> ToolCall:
         text = json.dumps(arguments)
     if not _is_encodable(name):
         raise ValueError("the name is not text")
-    return ToolCall(name, text, call_id if isinstance(call_id, str) and call_id else None)
+    return ParsedCall(name, text, call_id if isinstance(call_id, str) and call_id else None)
 
 
 def _is_encodable(text: str) -> bool:

@@ -64,7 +64,7 @@ class ParserEntry:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How the answers of one request are parsed. `stages`: each parser with the context that it is made with.
+    """The way in which the answers of one request are parsed. `stages`: each parser with the context that it is made with.
     `hidden_tokens`: special tokens that are no text for a parser."""
 
     stages: tuple[tuple[ParserEntry, ParserContext], ...]
@@ -74,7 +74,7 @@ class AnswerFormat:
 
     @property
     def name(self) -> str:
-        """The names of the parsers, by which instances that parse otherwise are told apart; empty: none."""
+        """The names of the parsers, which differ on instances that parse otherwise; empty: none."""
         return "+".join(entry.name for entry, _ in self.stages)
 
     @property
