@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
-from kvferry.engine.server.output_parsers.base import OutputParser, Part, TextPart, ParsedCall
+from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, Part, TextPart
 
 
 class NumberedCall(msgspec.Struct, frozen=True):

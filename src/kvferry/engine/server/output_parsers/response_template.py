@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import resolve
-from kvferry.engine.server.output_parsers.base import OutputParser, ParserContext, Part, TextPart, ParsedCall
+from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParserContext, Part, TextPart
 
 _IMPLICIT = "content_between_regions"
 _NO_ANCHOR = "\0"
@@ -57,8 +57,8 @@ class OutputTemplate:
 
     @cached_property
     def regions(self) -> Any:
-        """A template that only divides the text into regions. A region's value is its text as it is, and the text of its
-        opening."""
+        """A template that only divides the text into regions. A region's value is its text as it is, and the text that
+        opens it."""
         fields = {name: _region(field) for name, field in self.fields.items() if _is_explicit(field)}
         fields[_IMPLICIT] = {"content": "text", "content_args": _AS_IT_IS}
         return _load({"start_anchor": _NO_ANCHOR, "fields": fields})

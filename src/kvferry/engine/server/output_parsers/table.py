@@ -64,8 +64,8 @@ class ParserEntry:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """The way in which the answers of one request are parsed. `stages`: each parser with the context that it is made with.
-    `hidden_tokens`: special tokens that are no text for a parser."""
+    """The way in which the answers of one request are parsed. `stages`: each parser with the context that it is made
+    with. `hidden_tokens`: special tokens that are no text for a parser."""
 
     stages: tuple[tuple[ParserEntry, ParserContext], ...]
     hidden_tokens: frozenset[int]
