@@ -10,6 +10,8 @@ import pytest
 
 from support.openai_suite import CHECKS
 from support.processes import KvferryProcess, cluster, kvferry
+from support.responses_suite import CHECKS as RESPONSES_CHECKS
+from support.responses_suite import STRUCTURED_CHECKS as STRUCTURED_RESPONSES_CHECKS
 from support.structured_suite import STRUCTURED_CHECKS
 
 if TYPE_CHECKING:
@@ -55,7 +57,10 @@ def endpoint(
         started.require_clean()
 
 
-@pytest.mark.parametrize("check", [*CHECKS, *STRUCTURED_CHECKS], ids=lambda check: check.__name__)
+ALL_CHECKS = [*CHECKS, *STRUCTURED_CHECKS, *RESPONSES_CHECKS, *STRUCTURED_RESPONSES_CHECKS]
+
+
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
 def test_openai(check: Callable[[OpenAI, str], None], endpoint: KvferryProcess) -> None:
     from openai import OpenAI
 

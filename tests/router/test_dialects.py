@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from kvferry.http.server.config import HttpConfig
 from kvferry.router.config import RouterConfig
-from router.peers import DECODE, Cut, Peer, chat, chat_event, event, failing, instances, routing
+from router.peers import DECODE, Cut, Peer, chat, chat_event, failing, instances, routing
 
 MESSAGES: dict[str, Any] = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "How much?"}]}
 
@@ -38,20 +38,12 @@ async def cut_chat(peer: Peer, request: Request, body: Any) -> Response:
     return Cut([chat_event("The dose "), chat_event("is 5")])
 
 
-async def cut_response(peer: Peer, request: Request, body: Any) -> Response:
-    """The same in OpenAI's Responses API."""
-    delta = """{"type": "response.output_text.delta", "sequence_number": 1, "item_id": "i", "output_index": 0,
-        "content_index": 0, "delta": "The dose is 5", "logprobs": []}"""
-    return Cut([typed("response.output_text.delta", delta.replace("\n", ""))])
-
-
 @asynccontextmanager
 async def served(
     *answering: Any, http: HttpConfig | None = None, config: RouterConfig | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Peer, str]]:
     """One instance that answers on every path, behind a router."""
-    paths = ("/v1/responses",)
-    peer = Peer("decode", *answering, vllm="0.32.0", more_paths=paths)
+    peer = Peer("decode", *answering, vllm="0.32.0")
     async with instances(peer), routing([], [peer.url], http, **settings) as (_, url):
         yield peer, url
 
@@ -79,7 +71,7 @@ async def test_a_cut_message_is_an_error_to_anthropics_client() -> None:
 
 async def test_a_cut_response_is_an_error_to_openais_client() -> None:
     async with (
-        served(cut_response) as (_, url),
+        served(cut_chat) as (_, url),
         AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client,
     ):
         pieces: list[str] = []
@@ -90,27 +82,25 @@ async def test_a_cut_response_is_an_error_to_openais_client() -> None:
 
         with pytest.raises(APIError, match="incomplete"):
             await read()
-        assert pieces == ["The dose is 5"]
+        assert "".join(pieces) == "The dose is 5"
 
 
 @pytest.mark.parametrize(
     ("path", "last"),
     [
+        ("/v1/messages", b"event: error\ndata: {"),
         ("/v1/responses", b"event: error\ndata: {"),
         ("/v1/chat/completions", b"data: [DONE]"),
     ],
 )
 async def test_the_last_event_of_a_cut_stream_is_its_apis(path: str, last: bytes) -> None:
-    async def cut(peer: Peer, request: Request, body: Any) -> Response:
-        return Cut([event("one")])
-
+    prompt = {"input": "x"} if path == "/v1/responses" else MESSAGES
     async with (
-        served(cut) as (_, url),
+        served(cut_chat) as (_, url),
         aiohttp.ClientSession() as session,
-        session.post(url + path, json={"model": "m", "stream": True, "messages": [], "prompt": "x"}) as response,
+        session.post(url + path, json={**prompt, "stream": True}) as response,
     ):
         events = (await response.read()).split(b"\n\n")
-        assert events[0] == event("one").strip()
         assert events[-2].startswith(last), events
         assert (b"data: [DONE]" in events) == (path == "/v1/chat/completions")
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from kvferry.fleet.processes.ready import InstanceReady, start_messages
-from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, event, instances, routing, ticket
+from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, chat, event, instances, routing, ticket
 from support.certificates import Authority
 from support.processes import is_running
 
@@ -184,6 +184,21 @@ async def test_figures_and_decisions_are_those_of_all_workers() -> None:
         assert [len(json.loads(traffic)["requests"]), json.loads(traffic)["num_arrived"]] == [3, 24]
         for wrong in ("limit=-1", "limit=1&limit=2", "limit=", "seconds=nan"):
             assert (await router.ask("GET", f"/kvferry/traffic?{wrong}"))[0] == 400, wrong
+
+
+async def test_all_workers_have_the_stored_responses() -> None:
+    """Each request has a connection of its own, which the kernel gives to any worker."""
+    d = Peer("decode", chat)
+    async with instances(d), workers([], [d.url]) as router:
+        _, content = await router.ask("POST", "/v1/responses", {"input": "x"})
+        response = json.loads(content)
+        for _ in range(20):
+            assert await router.ask("GET", f"/v1/responses/{response['id']}") == (200, content)
+        for _ in range(20):
+            body = {"input": "And now?", "previous_response_id": response["id"]}
+            status, content = await router.ask("POST", "/v1/responses", body)
+            assert status == 200
+            assert len(d.calls[-1].body["messages"]) == 3
 
 
 async def test_operators_reach_all_workers_and_a_new_one_knows_what_they_did() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.api.dialects.translator import TRANSLATED_PATHS
+from kvferry.api.dialects.response_store import ResponseStore
+from kvferry.api.dialects.translator import TRANSLATED_PATHS, Translator
 from kvferry.api.openapi import OPENAPI_PATH, OPERATIONS, openapi_document
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import QueueFull, RequestError
@@ -24,6 +25,7 @@ from kvferry.http.server.keys import Guard
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
+from kvferry.http.server.stored_responses import StoredResponses, owner_of
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.chooser import Chooser
 from kvferry.router.choice.event_feeds import EventFeeds
@@ -76,6 +78,7 @@ class Router:
     turns: FairQueue
     health: Health
     endpoints: Endpoints
+    responses: ResponseStore
     feeds: EventFeeds
     membership: Membership
     registrations: Registrations
@@ -172,7 +175,8 @@ class Router:
             if (renamed := self.endpoints.named(client_request, parsed)) is not client_request:
                 client_request, request.id = renamed, renamed.request_id.decode()
             if path in TRANSLATED_PATHS and isinstance(parsed, RequestBody):
-                client_request, parsed = await self.endpoints.translate(client_request, parsed, response)
+                owner = owner_of(request, services.config.tenant_header)
+                client_request, parsed = await self.endpoints.translate(client_request, parsed, response, owner)
             if client_request.path in PROMPT_FIELDS:
                 services.chooser.traffic.arrive()
             tenant = self.tenants.find(request.caller.name, request.headers, parsed)
@@ -223,6 +227,8 @@ class Router:
             Route("GET", DECISIONS_PATH, self.show_decisions, "probe"),
             Route("GET", TRAFFIC_PATH, self.show_traffic, "probe"),
             Route("GET", PLAN_PATH, self.show_plan, "probe"),
+            *(Route("POST", path, self.serve) for path in TRANSLATED_PATHS),
+            *StoredResponses(self.responses, self.services.config.tenant_header).routes(),
             *Admin(self.membership, self.show_instances).routes(),
             *self.registrations.routes(),
         ]
@@ -259,6 +265,7 @@ class Router:
                 finally:
                     for watcher in watchers:
                         watcher.cancel()
+                    self.responses.close()
                     if services.chooser.tracer is not None:
                         await asyncio.to_thread(services.chooser.tracer.close)
         except ExceptionGroup as errors:  # background tasks raise nothing: this is the error of the body
@@ -303,7 +310,14 @@ def build_router(
     membership = Membership(config, pools, connections, state)
     registrations = Registrations(config, pools, connections, clock, membership, state)
     feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
-    endpoints = Endpoints(services)
+    responses = ResponseStore(
+        None if state.folder is None else state.folder / "responses.sqlite",
+        clock,
+        max_responses=config.max_stored_responses,
+        max_bytes=config.max_stored_responses_bytes,
+        ttl_s=config.stored_response_ttl_s,
+    )
+    endpoints = Endpoints(services, Translator(responses, clock))
     return Router(
         services=services,
         admission=admission,
@@ -311,6 +325,7 @@ def build_router(
         turns=turns,
         health=health,
         endpoints=endpoints,
+        responses=responses,
         feeds=feeds,
         membership=membership,
         registrations=registrations,

@@ -194,6 +194,16 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     kvcache_load_keys, kvcache_ttl_s, kvcache_wait_s), which store and load KV under them. Requests with another
     cache_salt have other keys."""
 
+    max_stored_responses: Annotated[CountOrZero, heading("Router: stored responses")] = 10_000
+    """Maximum number of responses (/v1/responses) that are stored for previous_response_id, by all workers together.
+    The least recently used one is dropped first. 0: none is stored."""
+
+    max_stored_bytes: str = "256MiB"
+    """Maximum number of bytes of all stored responses, which are compressed."""
+
+    stored_response_ttl_s: Seconds = 86400.0
+    """Seconds for which a stored response is kept after its last use."""
+
     workers: Annotated[NumWorkers | None, heading("Router: processes and traces")] = None
     """Number of router processes that serve the port together; each takes at most one core. The limits on running and
     waiting requests and on memory are divided among them. Default: one; with `kvferry serve`, two where there are cores
@@ -234,6 +244,7 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
             raise ConfigError(f"--session-header must be the name of a header, got {self.session_header[:80]!r}")
         for path in self.forward_path:
             parse_path(path)
+        parse_bytes(self.max_stored_bytes, "--max-stored-bytes")
         if self.max_body_bytes < 1:
             raise ConfigError("--max-body must be more than 0 bytes")
         if self.max_buffered_bytes < self.max_body_bytes:
@@ -251,6 +262,16 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     def max_body_bytes(self) -> int:
         """`max_body` as a number."""
         return parse_bytes(self.max_body, "--max-body")
+
+    @property
+    def max_stored_responses_bytes(self) -> int:
+        """`max_stored_bytes` as a number."""
+        return parse_bytes(self.max_stored_bytes, "--max-stored-bytes")
+
+    @property
+    def tenant_header(self) -> bytes:
+        """The header that names the tenant, in lower case; empty if none does."""
+        return self.tenant_by.partition("header:")[2].lower().encode()
 
     @property
     def max_buffered_bytes(self) -> int:

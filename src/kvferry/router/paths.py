@@ -19,7 +19,6 @@ PROMPT_FIELDS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"
 JSON_PATHS = (
     *PROMPT_FIELDS,
     *TRANSLATED_PATHS,
-    "/v1/responses",
     "/v1/embeddings",
     "/v1/score",
     "/v1/rerank",

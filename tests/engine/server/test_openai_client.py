@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.openai_suite import CHECKS
+from support.responses_suite import CHECKS as RESPONSES_CHECKS
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -21,6 +22,6 @@ def client(base_url: str) -> Iterator[OpenAI]:
         yield client
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*CHECKS, *RESPONSES_CHECKS], ids=lambda check: check.__name__)
 def test_openai(check: Callable[[OpenAI, str], None], client: OpenAI) -> None:
     check(client, "test-model")

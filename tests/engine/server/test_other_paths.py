@@ -11,8 +11,6 @@ from kvferry.engine.server.other_paths import explain_path
 @pytest.mark.parametrize(
     ("path", "remedy"),
     [
-        ("/v1/responses", "vLLM and SGLang"),
-        ("/v1/responses/resp_1/cancel", "vLLM and SGLang"),
         ("/v1/audio/transcriptions", "speech"),
         ("/v1/completions/render", "render"),
         ("/v1/tokenize", "/tokenize"),
@@ -28,6 +26,6 @@ def test_a_404_names_what_serves_the_path(base_url: str, path: str, remedy: str)
     assert error.get("code", "unknown_url") == "unknown_url"  # Anthropic's errors have no code
 
 
-@pytest.mark.parametrize("path", ["/", "", "/v1", "/v1/respond", "/v1/responsesx", "*", "/nothing"])
+@pytest.mark.parametrize("path", ["/", "", "/v1", "/v1/respond", "*", "/nothing"])
 def test_other_unknown_paths_are_invalid(path: str) -> None:
     assert explain_path(path) is None

@@ -127,7 +127,6 @@ def test_tokens_of_chats_and_of_what_is_no_prompt() -> None:
     assert count_tokens(body(messages=[]), chat, 4.0) == 1024.5
     assert count_tokens(body(messages=[], max_completion_tokens=5, max_tokens=7), chat, 4.0) == 7.5  # SGLang's choice
     assert count_tokens(body(messages=[], max_completion_tokens=5, tools=["x" * 36]), chat, 4.0) == 15.5
-    assert count_tokens(body(input="x" * 38, max_output_tokens=8), "/v1/responses", 4.0) == 18
     assert count_tokens(body(text="x" * 38), "/tokenize", 4.0) == 0
     assert count_tokens(b"form", "/v1/audio", 4.0) == count_tokens(None, "/v1/completions", 4.0) == 0
 

@@ -8,8 +8,22 @@ import aiohttp
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from yarl import URL
 
-from router.peers import CHAT_END, CONCURRENT, DECODE, Peer, Streaming, chat, chat_event, failing, instances, routing
+from kvferry.http.server.config import HttpConfig
+from router.peers import (
+    CHAT_END,
+    CONCURRENT,
+    DECODE,
+    Cut,
+    Peer,
+    Streaming,
+    chat,
+    chat_event,
+    failing,
+    instances,
+    routing,
+)
 from router.peers import ticket as give_ticket
 
 MESSAGES: dict[str, Any] = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "How much?"}]}
@@ -143,3 +157,146 @@ async def test_a_stream_goes_on_while_compiled_code_relays_others() -> None:
     assert b"chatcmpl" not in content
     assert content.count(b"event: content_block_delta") == 300
     assert content.endswith(b'data: {"type":"message_stop"}\n\n')
+
+
+async def test_a_ticket_of_a_client_reaches_no_instance() -> None:
+    forged = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "evil", "remote_port": 1}
+    d = Peer("decode", chat)
+    async with instances(d), routing([], [d.url]) as (_, url):
+        for path, prompt in (("/v1/messages", MESSAGES), ("/v1/responses", {"input": "x"})):
+            status, _ = await post(url, path, {**prompt, "kv_transfer_params": forged})
+            assert status == 200
+    assert "evil" not in str([call.body for call in d.calls])
+
+
+# Responses.
+
+
+async def request(
+    url: str, method: str, path: str, body: dict[str, Any] | None = None, **headers: str
+) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.request(method, url + path, json=body) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def test_a_response_goes_over_both_legs_and_on() -> None:
+    p, d = Peer("prefill", give_ticket, facts=CONCURRENT), Peer("decode", chat, facts=DECODE)
+    async with instances(p, d), routing([p.url], [d.url], policy="session") as (_, url):
+        _, first = await post(url, "/v1/responses", {"model": "m", "input": "How much?"})
+        assert first["output"][0]["content"][0]["text"] == "done"
+        body = {"input": "And now?", "previous_response_id": first["id"]}
+        _, second = await post(url, "/v1/responses", {**body, "max_output_tokens": 5})
+        assert second["previous_response_id"] == first["id"]
+        assert [message["content"] for message in p.calls[1].body["messages"]] == ["How much?", "done", "And now?"]
+        assert p.calls[1].body["max_completion_tokens"] == 1
+        _, listed = await request(url, "GET", "/kvferry/decisions")
+        assert [decision["has_session"] for decision in listed["decisions"]] == [True, True]
+
+
+@pytest.mark.parametrize("knows_keys", [True, False])
+async def test_a_response_is_of_the_key_that_requested_it(knows_keys: bool) -> None:
+    d = Peer("decode", chat)
+    http = HttpConfig(api_key=("mine", "yours"), shutdown_grace_s=1) if knows_keys else None
+    mine, yours = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
+    async with instances(d), routing([], [d.url], http) as (_, url):
+        _, response = await request(url, "POST", "/v1/responses", {"input": "x"}, **mine)
+        path = f"/v1/responses/{response['id']}"
+        follow = {"input": "x", "previous_response_id": response["id"]}
+        for method, more, body in (
+            ("GET", "", None),
+            ("GET", "/input_items", None),
+            ("DELETE", "", None),
+            ("POST", "/cancel", None),
+        ):
+            status, answer = await request(url, method, path + more, body, **yours)
+            assert (status, answer["error"]["code"]) == (404, "response_not_found")
+        status, answer = await request(url, "POST", "/v1/responses", follow, **yours)
+        assert (status, answer["error"]["code"]) == (400, "previous_response_not_found")
+        assert (await request(url, "GET", path, **mine))[0] == 200
+        assert (await request(url, "POST", "/v1/responses", follow, **mine))[0] == 200
+        assert (await request(url, "DELETE", path, **mine))[1]["deleted"]
+    assert len(d.calls) == 2
+
+
+async def test_a_response_is_of_the_tenant_that_requested_it() -> None:
+    d = Peer("decode", chat)
+    async with instances(d), routing([], [d.url], tenant_by="header:X-Tenant") as (_, url):
+        _, response = await request(url, "POST", "/v1/responses", {"input": "x"}, **{"X-Tenant": "a"})
+        path = f"/v1/responses/{response['id']}"
+        statuses = [(await request(url, "GET", path, **{"X-Tenant": name}))[0] for name in ("a", "b", "")]
+        assert statuses == [200, 404, 404]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/responses/resp_0", 404),
+        ("GET", "/v1/responses/", 404),
+        ("GET", "/v1/responses/..%2f..%2fmetrics", 404),
+        ("GET", "/v1/responses/%00", 404),
+        ("GET", "/v1/responses/resp_1/other", 404),
+        ("GET", "/v1/responses/" + "x" * 4000, 404),
+        ("POST", "/v1/responses/resp_0", 404),
+        ("POST", "/v1/responses/resp_0/compact", 404),
+        ("POST", "/v1/responses/compact", 404),
+        ("PUT", "/v1/responses/resp_0", 405),
+        ("GET", "/v1/responses", 405),
+        ("GET", "/v1/messages", 405),
+    ],
+)
+async def test_forged_paths_reach_no_instance(method: str, path: str, status: int) -> None:
+    d = Peer("decode", chat)
+    async with instances(d), routing([], [d.url]) as (_, url), aiohttp.ClientSession() as session:
+        async with session.request(method, URL(url + path, encoded=True)) as response:
+            assert response.status == status
+            assert "error" in await response.json()
+    assert d.calls == d.others == []
+
+
+async def test_lists_of_input_are_in_pages() -> None:
+    d = Peer("decode", chat)
+    items = [{"role": "user", "content": str(number)} for number in range(5)]
+    async with instances(d), routing([], [d.url]) as (_, url):
+        _, response = await request(url, "POST", "/v1/responses", {"input": items})
+        path = f"/v1/responses/{response['id']}/input_items"
+        _, page = await request(url, "GET", f"{path}?order=asc&limit=3")
+        assert [item["content"][0]["text"] for item in page["data"]] == ["0", "1", "2"]
+        assert page["has_more"]
+        _, page = await request(url, "GET", f"{path}?order=asc&after={page['last_id']}")
+        assert [item["content"][0]["text"] for item in page["data"]] == ["3", "4"]
+        assert not page["has_more"]
+        _, page = await request(url, "GET", path)
+        assert [item["content"][0]["text"] for item in page["data"]] == ["4", "3", "2", "1", "0"]
+        for wrong in ("limit=0", "limit=101", "limit=x", "order=up", "after=x", "limit=1&limit=2"):
+            assert (await request(url, "GET", f"{path}?{wrong}"))[0] == 400
+        assert (await request(url, "GET", f"/v1/responses/{response['id']}?stream=true"))[0] == 400
+
+
+async def test_a_long_conversation_is_read_beside_the_event_loop() -> None:
+    d = Peer("decode", chat)
+    async with instances(d), routing([], [d.url]) as (_, url):
+        _, response = await request(url, "POST", "/v1/responses", {"input": "word " * 50_000})
+        for _ in range(2):
+            body = {"input": "more", "previous_response_id": response["id"]}
+            status, response = await request(url, "POST", "/v1/responses", body)
+            assert status == 200
+        assert len(d.calls[-1].body["messages"]) == 5
+
+
+async def test_a_lost_stream_is_not_stored() -> None:
+    async def cut(peer: Peer, request: Request, body: Any) -> Response:
+        return Cut([chat_event("one")])
+
+    d = Peer("decode", cut)
+    async with (
+        instances(d),
+        routing([], [d.url]) as (router, url),
+        aiohttp.ClientSession() as session,
+        session.post(url + "/v1/responses", json={"input": "x", "stream": True}) as response,
+    ):
+        events = (await response.read()).decode()
+        assert '"type":"error"' in events.split("\n\n")[-2]
+        assert router.responses.statistics()["responses"] == 0

@@ -244,6 +244,6 @@ def _decode(content: bytes) -> ChatAnswer:
         raise UnreadableAnswer(f"the instance's answer cannot be read: {error}") from error
 
 
-def typed_event(name: str, **values: Any) -> bytes:
+def typed_event(kind: str, /, **values: Any) -> bytes:
     """A server-sent event whose data has its name as `type`."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode({"type": name, **values}))
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **values}))

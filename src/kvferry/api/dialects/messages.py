@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvferry.api.dialects.messages_answer import MessagesTranslation, TokenCountTranslation
+from kvferry.api.dialects.messages_answer import MessagesTranslation
+from kvferry.api.dialects.token_count import TokenCountTranslation
 from kvferry.api.dialects.translated import (
     CHAT_PATH,
     TOKENIZE_PATH,
@@ -23,6 +24,7 @@ from kvferry.api.dialects.translated import (
 )
 from kvferry.api.requests import Integer, Name, StopString
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.messages.dialects import AnthropicErrors
 
 MESSAGES_PATH, COUNT_TOKENS_PATH = "/v1/messages", "/v1/messages/count_tokens"
 
@@ -215,7 +217,8 @@ def translate_messages(raw: bytes, request_id: str) -> Translated:
 def translate_token_count(raw: bytes, request_id: str) -> Translated:
     """Translate a request for the number of a prompt's tokens. Raises `InvalidRequest`."""
     request = read_request(raw, CountTokensRequest, _HARMLESS, _REASONS)
-    return Translated(TOKENIZE_PATH, msgspec.json.encode(_prompt(request)), TokenCountTranslation(request_id))
+    translation = TokenCountTranslation(request_id, AnthropicErrors(), lambda count: {"input_tokens": count})
+    return Translated(TOKENIZE_PATH, msgspec.json.encode(_prompt(request)), translation)
 
 
 def _prompt(request: CountTokensRequest) -> dict[str, Any]:

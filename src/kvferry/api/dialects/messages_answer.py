@@ -13,7 +13,6 @@ from kvferry.api.dialects.chat import (
     ChatAnswer,
     ChatTranslation,
     UnreadableAnswer,
-    read_error_body,
     typed_event,
 )
 from kvferry.core.messages.dialects import AnthropicErrors
@@ -120,25 +119,6 @@ class MessagesTranslation(AnthropicErrors, ChatTranslation):
             self._call, self._num_calls = number, number + 1
         arguments = call.function.arguments
         return begin + (self._delta("input_json_delta", partial_json=arguments) if arguments else b"")
-
-
-class TokenCount(msgspec.Struct):
-    """The answer of an instance's /tokenize."""
-
-    count: int
-
-
-class TokenCountTranslation(MessagesTranslation):
-    """Translates the number of a prompt's tokens."""
-
-    def answer(self, status: int, content: bytes) -> bytes:
-        if status >= 400:
-            return self.body(read_error_body(content, status), self._request_id)
-        try:
-            count = msgspec.json.decode(content, type=TokenCount).count
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise UnreadableAnswer(f"the instance's number of tokens cannot be read: {error}") from error
-        return msgspec.json.encode({"input_tokens": count})
 
 
 def _tool_use(call: CalledTool) -> dict[str, Any]:

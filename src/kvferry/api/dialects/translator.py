@@ -1,8 +1,12 @@
-"""Translates the requests of all other APIs, by their paths."""
+"""Translates the requests of all other APIs, by their paths. Knows the stored responses."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
 
 from kvferry.api.decoding import THREAD_ABOVE_BYTES
 from kvferry.api.dialects.messages import (
@@ -11,18 +15,114 @@ from kvferry.api.dialects.messages import (
     translate_messages,
     translate_token_count,
 )
-from kvferry.api.dialects.translated import Translated
+from kvferry.api.dialects.response_store import ResponseStore, StoredResponse, compress_items
+from kvferry.api.dialects.responses import (
+    INPUT_TOKENS_PATH,
+    RESPONSES_PATH,
+    InputTokensRequest,
+    ResponsesRequest,
+    chat_prompt,
+    chat_request,
+    input_items,
+    read_input_tokens_request,
+    read_responses_request,
+)
+from kvferry.api.dialects.responses_answer import ResponsesTranslation
+from kvferry.api.dialects.token_count import TokenCountTranslation
+from kvferry.api.dialects.translated import CHAT_PATH, TOKENIZE_PATH, Translated
+from kvferry.core.clock import Clock
+from kvferry.core.entropy import secret_hex
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.messages.dialects import ResponsesErrors
 
-TRANSLATED_PATHS = {MESSAGES_PATH: translate_messages, COUNT_TOKENS_PATH: translate_token_count}
+TRANSLATED_PATHS = (MESSAGES_PATH, COUNT_TOKENS_PATH, RESPONSES_PATH, INPUT_TOKENS_PATH)
 """The paths of requests that are translated."""
+
+Result = TypeVar("Result")
+
+
+class PreviousResponseNotFound(InvalidRequest):
+    """400: there is no stored response of this id that belongs to the client's key."""
+
+    code = "previous_response_not_found"
 
 
 class Translator:
     """Translates requests to `TRANSLATED_PATHS`."""
 
-    async def translate(self, path: str, raw: bytes, request_id: str) -> Translated:
-        """Translate a request. Raises `InvalidRequest`."""
-        translate = TRANSLATED_PATHS[path]
-        if len(raw) > THREAD_ABOVE_BYTES:
-            return await asyncio.to_thread(translate, raw, request_id)
-        return translate(raw, request_id)
+    def __init__(self, responses: ResponseStore, clock: Clock) -> None:
+        self.responses, self._clock = responses, clock
+
+    async def translate(self, path: str, raw: bytes, request_id: str, owner: bytes) -> Translated:
+        """Translate a request. `owner`: of its response. Raises `InvalidRequest`, and `Unavailable` if the stored
+        responses cannot be reached."""
+        size = len(raw)
+        match path:
+            case "/v1/messages":
+                return await _run(size, lambda: translate_messages(raw, request_id))
+            case "/v1/messages/count_tokens":
+                return await _run(size, lambda: translate_token_count(raw, request_id))
+            case "/v1/responses":
+                request = await _run(size, lambda: read_responses_request(raw))
+                previous = self._previous(request, owner)
+                size += 0 if previous is None else len(previous.items) * 8
+                return await _run(size, lambda: self._translate_response(request, previous, request_id, owner))
+            case _:
+                counted = await _run(size, lambda: read_input_tokens_request(raw))
+                previous = self._previous(counted, owner)
+                size += 0 if previous is None else len(previous.items) * 8
+                return await _run(size, lambda: _translate_input_tokens(counted, previous, request_id))
+
+    def _previous(self, request: InputTokensRequest, owner: bytes) -> StoredResponse | None:
+        if request.previous_response_id is None:
+            return None
+        previous = self.responses.get(request.previous_response_id, owner)
+        if previous is None:
+            raise PreviousResponseNotFound(
+                f"there is no stored response {request.previous_response_id[:80]!r}: it was not stored, was deleted,"
+                " has expired, or belongs to another key",
+                param="previous_response_id",
+            )
+        return previous
+
+    def _translate_response(
+        self, request: ResponsesRequest, previous: StoredResponse | None, request_id: str, owner: bytes
+    ) -> Translated:
+        response_id = f"resp_{secret_hex()}"
+        items = _conversation(request, previous)
+        body = chat_request(request, items)
+        session = response_id if previous is None else previous.session
+        store = None
+        if request.store is not False:
+            compressed = compress_items(items)
+
+            def store(response: dict[str, Any]) -> None:
+                content = msgspec.json.encode(response)
+                self.responses.put(StoredResponse(response_id, owner, session, compressed, content))
+
+        elif previous is None:
+            session = ""
+        translation = ResponsesTranslation(request_id, response_id, request, self._clock.wall(), store)
+        return Translated(CHAT_PATH, body, translation, request.prompt_cache_key or session)
+
+
+def _translate_input_tokens(
+    request: InputTokensRequest, previous: StoredResponse | None, request_id: str
+) -> Translated:
+    body = msgspec.json.encode(chat_prompt(request, _conversation(request, previous)))
+    answer = {"object": "response.input_tokens"}
+    translation = TokenCountTranslation(request_id, ResponsesErrors(), lambda count: {**answer, "input_tokens": count})
+    return Translated(TOKENIZE_PATH, body, translation)
+
+
+def _conversation(request: InputTokensRequest, previous: StoredResponse | None) -> list[dict[str, Any]]:
+    """The items of all turns."""
+    own = input_items(request)
+    if previous is None:
+        return own
+    return [*previous.input_items(), *msgspec.json.decode(previous.response)["output"], *own]
+
+
+async def _run(size: int, function: Callable[[], Result]) -> Result:
+    """Call the function, in a thread if it would block the event loop for too long."""
+    return await asyncio.to_thread(function) if size > THREAD_ABOVE_BYTES else function()

@@ -54,14 +54,21 @@ class ResponsesEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error")
     code: str | None
     message: str
     param: str | None
+    sequence_number: int
 
 
 class ResponsesErrors(OpenAIErrors):
     """OpenAI's error object, with a typed event in streams."""
 
     def stream_end(self, error: RequestError, request_id: str) -> bytes:
+        return self.error_event(error, 0)
+
+    @staticmethod
+    def error_event(error: RequestError, number: int) -> bytes:
+        """The event of a stream that has `number` events before it."""
         body = error_body(error)
-        event = ResponsesEvent(msgspec.structs.asdict(body), body.code or body.type, body.message, body.param)
+        fields = msgspec.structs.asdict(body)
+        event = ResponsesEvent(fields, body.code or body.type, body.message, body.param, number)
         return b"event: error\n" + sse_event(msgspec.json.encode(event))
 
 

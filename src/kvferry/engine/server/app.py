@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from kvferry.api.dialects.response_store import ResponseStore
 from kvferry.api.dialects.translator import Translator
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.engine.server.config import ServerConfig
@@ -41,11 +42,12 @@ def build_app(
     """The OpenAI server of one engine. `seed`: for requests without one; None: a random one for each."""
     context = ServerContext(engine_client, config or ServerConfig(), seed=seed, clock=clock)
     chat, utilities = chat_route(context), UtilityRoutes(context)
+    translator = Translator(ResponseStore(None, clock), clock)
     routes = [
         Route("POST", "/v1/completions", completions_route(context).handle),
         Route("POST", "/v1/chat/completions", chat.handle),
         *utilities.routes(),
-        *DialectRoutes(Translator(), chat.answer, utilities.send_tokens).routes(),
+        *DialectRoutes(translator, chat.answer, utilities.send_tokens).routes(),
     ]
     return App(context, Routes(routes, explain=explain_path))
 

@@ -7,7 +7,6 @@ _BOTH = "vLLM and SGLang behind the router have it"
 _SGLANG = "SGLang behind the router has it"
 
 _PATHS = {
-    "/v1/responses": _BOTH,
     "/v1/embeddings": f"{_BOTH}, with a model for embeddings",
     "/v2/embed": f"{_VLLM}, with a model for embeddings",
     "/pooling": f"{_VLLM}, with a pooling model",

@@ -32,9 +32,8 @@ _READS = frozenset({"GET", "HEAD"})
 class Endpoints:
     """Serves clients' requests, once they have been read."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._translator = Translator()
+    def __init__(self, services: Services, translator: Translator) -> None:
+        self._services, self._translator = services, translator
         self._session_header = services.config.session_header.lower().encode()
         self._paths = PublicPaths(services.config.forward_path)
 
@@ -68,11 +67,12 @@ class Endpoints:
         return RequestBody.parse(raw, trust_tickets=config.trust_client_tickets, takes_keys=config.client_kv_keys)
 
     async def translate(
-        self, request: ClientRequest, body: RequestBody, response: Response
+        self, request: ClientRequest, body: RequestBody, response: Response, owner: bytes
     ) -> tuple[ClientRequest, RequestBody]:
-        """The request to the chat API for one to `TRANSLATED_PATHS`; its answer is translated too. Raises
-        `InvalidRequest`."""
-        translated = await self._translator.translate(request.path, body.encode(), request.request_id.decode())
+        """The request to an instance's API for one to `TRANSLATED_PATHS`; its answer is translated too. `owner`: of a
+        stored response. Raises `RequestError`."""
+        request_id = request.request_id.decode()
+        translated = await self._translator.translate(request.path, body.encode(), request_id, owner)
         response.translate(translated.translation)
         first = request.first
         if translated.session and self._session_header not in first:

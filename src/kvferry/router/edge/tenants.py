@@ -58,7 +58,6 @@ _FORMS = {
         ("max_completion_tokens", "max_tokens"),
         1024,
     ),
-    "/v1/responses": _Form(("input", "instructions", "tools"), ("max_output_tokens",), 1024),
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), _POOLED),
     **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/rerank"), _PAIRED),
 }
