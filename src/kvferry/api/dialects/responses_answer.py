@@ -132,18 +132,18 @@ class ResponsesTranslation(ResponsesErrors, ChatTranslation):
         if not self._is_open:
             return b""
         self._is_open = False
-        item, place = self._items[-1], self._place()
+        item, position = self._items[-1], self._position()
         item["status"] = status
         if item["type"] == "function_call":
             call = {name: item[name] for name in ("name", "arguments")}
-            done = self._event("response.function_call_arguments.done", **place, **call)
+            done = self._event("response.function_call_arguments.done", **position, **call)
         else:
             [part] = item["content"]
-            done = self._event(f"response.{part['type']}.done", **place, content_index=0, **_text_of(part))
-            done += self._event("response.content_part.done", **place, content_index=0, part=part)
-        return done + self._event("response.output_item.done", output_index=place["output_index"], item=item)
+            done = self._event(f"response.{part['type']}.done", **position, content_index=0, **_text_of(part))
+            done += self._event("response.content_part.done", **position, content_index=0, part=part)
+        return done + self._event("response.output_item.done", output_index=position["output_index"], item=item)
 
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _text_delta(self, item_type: str, part_type: str, text: str, logprobs: list[dict[str, Any]]) -> bytes:
@@ -156,7 +156,7 @@ class ResponsesTranslation(ResponsesErrors, ChatTranslation):
         if part_type == "output_text":
             part["logprobs"] += logprobs
             values["logprobs"] = logprobs
-        return begin + self._event(f"response.{part_type}.delta", **self._place(), content_index=0, **values)
+        return begin + self._event(f"response.{part_type}.delta", **self._position(), content_index=0, **values)
 
     def _call_delta(self, call: CalledTool) -> bytes:
         number, begin = self._num_calls if call.index is None else call.index, b""
@@ -168,7 +168,7 @@ class ResponsesTranslation(ResponsesErrors, ChatTranslation):
         if not (arguments := call.function.arguments):
             return begin
         self._items[-1]["arguments"] += arguments
-        return begin + self._event("response.function_call_arguments.delta", **self._place(), delta=arguments)
+        return begin + self._event("response.function_call_arguments.delta", **self._position(), delta=arguments)
 
 
 _EMPTY: dict[str, Item] = {"message": {"content": []}, "reasoning": {"content": []}, "function_call": {}}
