@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from docs_site.commands import commands as every_command
-from kvferry.cli import instance, serve
 from kvferry.cli.main import HELP, app, main
+from kvferry.cli.serving import instance, serve
 from kvferry.fleet.processes.vllm import instances as vllm_instances
 from kvferry.fleet.processes.vllm.environment import VllmEnvironment
 from kvferry.fleet.processes.vllm.ports import free_ports

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.cli.attended import AttendedFleet
+from kvferry.cli.serving.attended import AttendedFleet
 from kvferry.fleet.display import Display
 from kvferry.fleet.processes.cpu import Cores
 from kvferry.fleet.processes.process import ProcessSpec, RouterGroup

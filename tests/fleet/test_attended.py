@@ -32,7 +32,7 @@ from fleet.children import (
 from fleet.fleets import NO_RESTARTS, SECRET, attended, run, up
 from fleet.processes.test_external_servers import foreign
 from fleet.recording import RecordingDisplay
-from kvferry.cli import attended as foreground
+from kvferry.cli.serving import attended as foreground
 from kvferry.core.errors import ConfigError
 from kvferry.fleet import places
 from kvferry.fleet.control.ledger import Ledger
@@ -301,7 +301,7 @@ SUPERVISE = """
 import asyncio, sys
 from fleet.fleets import run
 from fleet.test_attended import crashes_when_told, stubborn
-from kvferry.cli import attended
+from kvferry.cli.serving import attended
 from kvferry.fleet.display import PlainDisplay
 attended.AttendedFleet.end_margin_s = 0.0
 makes = {"prefill": crashes_when_told, "decode": stubborn}

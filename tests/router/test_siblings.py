@@ -26,7 +26,7 @@ from support.processes import is_running
 SERVE = """
 import asyncio, json, sys
 from pathlib import Path
-from kvferry.cli.attended import AttendedFleet
+from kvferry.cli.serving.attended import AttendedFleet
 from kvferry.fleet.spec.fleet_settings import failing
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig

@@ -19,7 +19,7 @@ LONG_FILES = (
     "end_to_end/test_media.py",
     "end_to_end/test_stopped.py",
     "fleet/backends/local/test_fork_server.py",
-    "cli/test_serve.py",
+    "cli/serving/test_serve.py",
     "engine/test_exactness.py",
     "end_to_end/test_demo.py",
     "engine/test_tensor_parallel.py",

@@ -25,11 +25,11 @@ from kvferry.cli.fleet.recommend import add_to as add_recommend_to
 from kvferry.cli.fleet.render import add_to as add_render_to
 from kvferry.cli.fleet.run import add_to as add_run_to
 from kvferry.cli.help import PAGES
-from kvferry.cli.instance import decode, prefill
-from kvferry.cli.picker import picker
-from kvferry.cli.rank import rank
-from kvferry.cli.router import router
-from kvferry.cli.serve import serve
+from kvferry.cli.serving.instance import decode, prefill
+from kvferry.cli.serving.picker import picker
+from kvferry.cli.serving.rank import rank
+from kvferry.cli.serving.router import router
+from kvferry.cli.serving.serve import serve
 from kvferry.cli.variables import refuse_unread
 from kvferry.cli.whole_numbers import require_whole_numbers
 from kvferry.core.process_exit import EXIT_USER_ERROR, exit_code_of, exit_process, report_error

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvferry.cli.alongside import ENDPOINT, run_alongside
 from kvferry.cli.bars import make_bars
 from kvferry.cli.cache.documents import Document, read_documents
 from kvferry.cli.cache.warming import Outcome, Server, find_instances, warm_all
 from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
 from kvferry.cli.flags import complete
+from kvferry.cli.serving.alongside import ENDPOINT, run_alongside
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
 from kvferry.core.process_exit import run_async

@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.attended import AttendedFleet
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import LOG, LogFlags
 from kvferry.cli.demo.requests import DemoAnswer, DemoPrompt, Endpoint
 from kvferry.cli.demo.token_gaps import Characters, draw_stalls, measure_stalls, verdict
 from kvferry.cli.flags import complete
+from kvferry.cli.serving.attended import AttendedFleet
 from kvferry.cli.terminal.display import open_display
 from kvferry.cli.terminal.summary import summary_of
 from kvferry.core.errors import KvferryError

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 from cyclopts import Parameter
 
 from kvferry.cli import completion
-from kvferry.cli.attended import controlling, exit_now
+from kvferry.cli.serving.attended import controlling, exit_now
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token

@@ -13,7 +13,6 @@ import psutil
 from cyclopts import Parameter
 from rich.console import Console
 
-from kvferry.cli.alongside import ENDPOINT, run_alongside
 from kvferry.cli.cache.warming import Server
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
@@ -22,6 +21,7 @@ from kvferry.cli.flags import complete
 from kvferry.cli.planning.calibration import Calibration, InstanceLimits, PromptGenerator, facts_of
 from kvferry.cli.planning.simulate import SEED, progress
 from kvferry.cli.planning.store_times import measure_stores
+from kvferry.cli.serving.alongside import ENDPOINT, run_alongside
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError, Unavailable
 from kvferry.core.keys import http_secret

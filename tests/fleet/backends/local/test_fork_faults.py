@@ -17,8 +17,8 @@ import pytest
 
 from fleet.fleets import attended
 from fleet.recording import RecordingDisplay
-from kvferry.cli import attended as foreground
-from kvferry.cli.attended import AttendedFleet
+from kvferry.cli.serving import attended as foreground
+from kvferry.cli.serving.attended import AttendedFleet
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local import fork_server, member
 from kvferry.fleet.backends.local.child import ChildProcess

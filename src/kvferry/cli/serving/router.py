@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvferry.cli.attended import run_attended
 from kvferry.cli.common import (
     ACCESS,
     INSTANCE_ACCESS,
@@ -20,6 +19,7 @@ from kvferry.cli.common import (
     run_foreground,
 )
 from kvferry.cli.flags import complete
+from kvferry.cli.serving.attended import run_attended
 from kvferry.cli.terminal.summary import ServeSummary, summary_of
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.process_settings import RouterProcess

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-from kvferry.cli.attended import AttendedFleet
+from kvferry.cli.serving.attended import AttendedFleet
 from kvferry.core.errors import Unavailable
 from kvferry.core.keys import fleet_token
 from kvferry.fleet.display import Display, make_display

@@ -8,7 +8,6 @@ from functools import partial
 
 import msgspec
 
-from kvferry.cli.attended import run_attended
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import (
     ACCESS,
@@ -38,6 +37,7 @@ from kvferry.cli.common import (
     run_foreground,
 )
 from kvferry.cli.flags import complete
+from kvferry.cli.serving.attended import run_attended
 from kvferry.cli.terminal.summary import ServeSummary, summary_of
 from kvferry.core.host.machine import has_gpu, num_cpus, usable_cores
 from kvferry.core.keys import fleet_token

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.cli.attended import run_attended
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import (
     ACCESS,
@@ -26,6 +25,7 @@ from kvferry.cli.common import (
     run_foreground,
 )
 from kvferry.cli.flags import complete
+from kvferry.cli.serving.attended import run_attended
 from kvferry.cli.terminal.summary import summary_of
 from kvferry.core.keys import shared_token
 from kvferry.engine.config import EngineConfig

@@ -1,0 +1,1 @@
+"""Commands that serve: instances, routers, and both together, in the foreground."""
