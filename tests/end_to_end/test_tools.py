@@ -1,0 +1,180 @@
+"""Tool calls and reasoning from real processes, by the unmodified OpenAI client: one instance, P/D, D's that die."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+
+from support.processes import Cluster, KvferryProcess, cluster, kvferry
+from support.tool_checkpoint import make_tool_checkpoint
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+pytestmark = pytest.mark.processes
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "get_time", "parameters": {"additionalProperties": False}}},
+]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+CALL = r'<tool_call>\{"name": "get_time", "arguments": \{"at": [1-9][0-9]{1,40}\}\}</tool_call>'
+JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+BODIES: dict[str, dict[str, Any]] = {
+    "named": {"tool_choice": NAMED},
+    "required": {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0},
+    "several": {"tool_choice": NAMED, "n": 2, "temperature": 1.0},
+    "free": {"extra_body": {"structured_outputs": {"regex": f"[a-z ]{{20,60}}{CALL}{CALL}"}}, "temperature": 0.8},
+    "thought": {
+        "tool_choice": NAMED,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 40},
+        "logprobs": True,
+    },
+    "no thought": {"response_format": JSON, "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+    "a turn": {
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "messages": [
+            {"role": "user", "content": "Bern?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "a", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": "a", "content": "noon"},
+        ],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model_maker: Any, tmp_path_factory: Any) -> Path:
+    return make_tool_checkpoint(tmp_path_factory.mktemp("tools"), model_maker)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path, tmp_path_factory: Any) -> Iterator[KvferryProcess]:
+    options = ("--served-model-name=m", "--dtype=float32", "--kv-cache-memory=48MiB")
+    log = tmp_path_factory.mktemp("plain") / "plain.log"
+    with kvferry("serve", str(checkpoint), "--prefill=0", *options, log=log) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def disaggregated(checkpoint: Path, tmp_path_factory: Any) -> Iterator[Cluster]:
+    transfer = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"lease_s": 3, "timeout_s": 5}}
+    router = ("--health-interval-s=0.2", "--health-timeout-s=2", "--between-bytes-timeout-s=3")
+    folder = tmp_path_factory.mktemp("disaggregated")
+    with cluster(checkpoint, folder, transfer=transfer, router=router, num_decode=2, ends_cleanly=False) as started:
+        yield started
+
+
+def client_of(process: KvferryProcess) -> OpenAI:
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0, timeout=90)
+
+
+def whole(client: OpenAI, name: str) -> list[Any]:
+    """The choices of an answer, each with its message and finish reason."""
+    answer = client.chat.completions.create(**request(name))
+    return [
+        {"message": choice.message.model_dump(exclude_none=True), "finish_reason": choice.finish_reason}
+        for choice in answer.choices
+    ]
+
+
+def request(name: str) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": "Zürich?"}], "tools": TOOLS, **BODIES[name]}
+    return {
+        "model": "m",
+        "seed": 7,
+        "max_tokens": 400,
+        "temperature": 0,
+        "extra_headers": {"X-Request-Id": name.replace(" ", "-")},
+        **body,
+    }
+
+
+def streamed(client: OpenAI, name: str, on_event: Callable[[], None] = lambda: None) -> list[Any]:
+    """The same, from a stream."""
+    choices: dict[int, Any] = {}
+    for chunk in client.chat.completions.create(**request(name), stream=True):
+        on_event()
+        for choice in chunk.choices:
+            entry = choices.setdefault(choice.index, {"message": {}, "finish_reason": None})
+            entry["finish_reason"] = choice.finish_reason or entry["finish_reason"]
+            message = entry["message"]
+            for field, value in choice.delta.model_dump(exclude_none=True).items():
+                if field == "tool_calls":
+                    message.setdefault(field, []).extend(value)
+                else:
+                    message[field] = message.get(field, "") + value
+    for entry in choices.values():
+        calls = entry["message"].get("tool_calls", ())
+        assert [call.pop("index") for call in calls] == list(range(len(calls)))
+        if not entry["message"].get("content") and len(entry["message"]) > 2:
+            entry["message"].pop("content", None)
+    return [choices[index] for index in sorted(choices)]
+
+
+@pytest.mark.parametrize("name", list(BODIES))
+def test_calls_are_valid_and_the_same_over_two_instances(
+    name: str, plain: KvferryProcess, disaggregated: Cluster
+) -> None:
+    with client_of(plain) as alone, client_of(disaggregated.router) as apart:
+        expected = whole(alone, name)
+        for choice in expected:
+            require_valid(name, choice)
+        assert streamed(alone, name) == expected
+        assert whole(apart, name) == expected
+        assert streamed(apart, name) == expected
+
+
+def require_valid(name: str, choice: Any) -> None:
+    message = choice["message"]
+    if name == "no thought":
+        jsonschema.validate(json.loads(message["content"]), SCHEMA)
+        assert "reasoning" not in message
+        return
+    assert choice["finish_reason"] == "tool_calls", message
+    assert len(message["tool_calls"]) == (2 if name == "free" else 1)
+    for call in message["tool_calls"]:
+        arguments = json.loads(call["function"]["arguments"])
+        if call["function"]["name"] == "get_weather":
+            jsonschema.validate(arguments, SCHEMA)
+        assert isinstance(arguments, dict)
+    assert bool(message.get("content")) == (name == "free")
+    assert ("reasoning" in message) == (name == "thought")
+
+
+def test_streams_go_on_at_another_instance_with_the_same_calls(plain: KvferryProcess, disaggregated: Cluster) -> None:
+    names = ["named", "required", "free", "thought", "a turn"] * 2
+    with client_of(plain) as alone, client_of(disaggregated.router) as apart:
+        expected = {name: whole(alone, name) for name in set(names)}
+        number, killed = [0], []
+
+        def kill() -> None:
+            number[0] += 1
+            if number[0] == 40 and not killed:
+                killed.append(True)
+                disaggregated.decode[1].kill()
+
+        with ThreadPoolExecutor(len(names)) as pool:
+            answers = list(pool.map(lambda name: streamed(apart, name, kill), names))
+        assert killed
+        assert answers == [expected[name] for name in names]
+        assert disaggregated.router.metric("kvferry_router_continuations_total", outcome="failed") == 0
+        assert disaggregated.router.metric("kvferry_router_continuations_total", outcome="done") > 0
