@@ -193,11 +193,12 @@ def _take(reply: Reply, event: bytes, now: float, on_text: Callable[[str], objec
             reply.prompt_tokens = int(usage.get("prompt_tokens") or 0)
         for choice in content.get("choices") or ():
             part = choice.get("delta") or choice
-            text = part.get("content") or part.get("reasoning_content") or part.get("text") or ""
-            if text or choice.get("token_ids"):
+            text = part.get("content") or part.get("text") or ""
+            thought = part.get("reasoning") or part.get("reasoning_content") or ""
+            if thought or text or choice.get("token_ids"):
                 reply.piece_times_s.append(now)
                 reply.text += text
-                on_text(text)
+                on_text(thought + text)
     except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, RecursionError):
         return
 
