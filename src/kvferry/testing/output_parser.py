@@ -80,8 +80,8 @@ class OutputParserContract:
         """Every cut in two, and each character by itself."""
         whole = self.read([self.answer])
         assert self.read(self.answer) == whole
-        for place in range(len(self.answer)):
-            assert self.read([self.answer[:place], "", self.answer[place:]]) == whole, place
+        for cut in range(len(self.answer)):
+            assert self.read([self.answer[:cut], "", self.answer[cut:]]) == whole, cut
 
     def test_an_answer_may_end_anywhere(self) -> None:
         """It ends wherever a stop string or `max_tokens` says, and does not raise."""
