@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParserContext, Part, TextPart
+from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParsedText, ParserContext, Part
 
 OPEN, CLOSE = "[[", "]]"
 
@@ -37,7 +37,7 @@ class BracketCalls(OutputParser):
 
     def _content(self, end: int) -> list[Part]:
         text, self._held = self._held[:end], self._held[end:]
-        return [TextPart("content", text)] if text else []
+        return [ParsedText("content", text)] if text else []
 
     def _call(self) -> Part | None:
         """The call at the beginning of the held text; None: it is not complete. `]]` may occur in its arguments too."""

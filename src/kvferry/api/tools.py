@@ -28,7 +28,7 @@ class FunctionDefinition(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class FunctionTool(msgspec.Struct, kw_only=True):
+class ChatTool(msgspec.Struct, kw_only=True):
     """One of a request's tools."""
 
     function: FunctionDefinition
@@ -109,7 +109,7 @@ def _function(tool: Any, field: str) -> FunctionDefinition:
     if isinstance(tool, dict) and tool.get("type", "function") != "function":
         raise InvalidRequest(f"{field}.type: only 'function' is supported", param=f"{field}.type")
     try:
-        function = msgspec.convert(tool, FunctionTool).function
+        function = msgspec.convert(tool, ChatTool).function
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{field}: {error}", param=field) from error
     if not _NAME.fullmatch(function.name):

@@ -20,7 +20,7 @@ import pytest
 
 from kvferry.core.errors import ConfigError
 from kvferry.engine.parser_names import ParserKind, extension_point
-from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParserContext, Part, TextPart
+from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParsedText, ParserContext, Part
 
 _HOSTILE = (
     "",
@@ -66,7 +66,7 @@ class OutputParserContract:
         parts += parser.finish()
         texts = {"content": "", "reasoning": ""}
         for part in parts:
-            if isinstance(part, TextPart):
+            if isinstance(part, ParsedText):
                 texts[part.kind] += part.text
         return texts["content"], texts["reasoning"], [part for part in parts if isinstance(part, ParsedCall)]
 
@@ -105,7 +105,7 @@ class OutputParserContract:
         """Answers run side by side."""
         first, second = self.make(), self.make()
         first.feed(self.answer[: len(self.answer) // 2])
-        assert second.feed("a") + second.finish() == [TextPart("content", "a")]
+        assert second.feed("a") + second.finish() == [ParsedText("content", "a")]
 
     def test_another_name_is_refused(self) -> None:
         """The name is this class's."""

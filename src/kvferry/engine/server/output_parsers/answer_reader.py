@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
-from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, Part, TextPart
+from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParsedText, Part
 
 
 class NumberedCall(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ class NumberedCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
-AnswerPart = TextPart | NumberedCall
+AnswerPart = ParsedText | NumberedCall
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class AnswerReader:
             elif part.kind == "content" and self._follows_call and not part.text.strip():
                 self._spaces += part.text
             elif part.kind == "content":
-                read.append(TextPart("content", self._spaces + part.text))
+                read.append(ParsedText("content", self._spaces + part.text))
                 self._follows_call, self._spaces = False, ""
             else:
                 read.append(part)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 
-class TextPart(msgspec.Struct, frozen=True):
+class ParsedText(msgspec.Struct, frozen=True):
     """Text for the client."""
 
     kind: Literal["content", "reasoning"]
@@ -29,7 +29,7 @@ class ParsedCall(msgspec.Struct, frozen=True):
     id: str | None = None
 
 
-Part = TextPart | ParsedCall
+Part = ParsedText | ParsedCall
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,6 @@ class Stages(OutputParser):
     def _pass_on(self, parts: Sequence[Part]) -> list[Part]:
         passed: list[Part] = []
         for part in parts:
-            is_content = isinstance(part, TextPart) and part.kind == "content"
-            passed += self._second.feed(part.text) if is_content and isinstance(part, TextPart) else [part]
+            is_content = isinstance(part, ParsedText) and part.kind == "content"
+            passed += self._second.feed(part.text) if is_content and isinstance(part, ParsedText) else [part]
         return passed

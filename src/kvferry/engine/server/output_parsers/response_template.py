@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import resolve
-from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParserContext, Part, TextPart
+from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParsedText, ParserContext, Part
 
 _IMPLICIT = "content_between_regions"
 _NO_ANCHOR = "\0"
@@ -177,7 +177,7 @@ class TemplateParser(OutputParser):
     def feed(self, text: str) -> list[Part]:
         """The parts that `text` completes; reasoning and content as they come, a call when it is closed."""
         if self._parser is None:
-            return [TextPart("content", text)] if text else []
+            return [ParsedText("content", text)] if text else []
         parts: list[Part] = []
         for piece in text if self._template.by_character else [text]:
             self._raw += piece
@@ -203,7 +203,7 @@ class TemplateParser(OutputParser):
                     if is_implicit:
                         self._raw = self._raw[len(event["text"]) :]
                     if kind in ("content", "reasoning"):
-                        parts.append(TextPart(kind, event["text"]))
+                        parts.append(ParsedText(kind, event["text"]))
                     if is_implicit and self._template.once and event["text"].strip():
                         return [*parts, *self._rest()]
                 case "region_close" if not is_implicit:
@@ -212,7 +212,7 @@ class TemplateParser(OutputParser):
                     if kind == "call":
                         parts += self._calls(name, region)
                     elif kind == "mark" and not self._has_called:
-                        parts.append(TextPart("content", region))
+                        parts.append(ParsedText("content", region))
                     elif self._template.once:
                         return [*parts, *self._rest()]
         return parts
@@ -229,7 +229,7 @@ class TemplateParser(OutputParser):
     def _rest(self) -> list[Part]:
         self._parser = None
         rest, self._raw = self._raw, ""
-        return [TextPart("content", rest)] if rest else []
+        return [ParsedText("content", rest)] if rest else []
 
     def _calls(self, name: str, region: str) -> list[Part]:
         """The calls in a region; the region as content, if it has none."""
@@ -237,7 +237,7 @@ class TemplateParser(OutputParser):
             pieces = _objects(region) if self._template.sequence else [region]
             calls = [call for piece in pieces for call in self._read(name, piece)]
         except _NOT_A_CALL:
-            return [TextPart("content", region)]
+            return [ParsedText("content", region)]
         self._has_called = True
         return [*calls]
 
