@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.core.errors import InvalidRequest, LeakError, QueueFull, Unavailable
+from kvferry.core.errors import InvalidRequest, LeakError, QueueFull, RequestAborted, Unavailable
 from kvferry.core.messages.hand_off import Produce
 from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
 from kvferry.core.request import Request
@@ -174,3 +174,46 @@ async def test_a_failed_step_is_everybodys_answer(model_maker: Any, monkeypatch:
         with pytest.raises(Unavailable, match="out of cheese"):
             await tokens_of(engine, request("a"))
         assert not engine.healthy
+
+
+async def test_an_operator_aborts_requests_by_the_names_that_clients_know(model_maker: Any) -> None:
+    async with serving(model_maker("llama")) as engine:
+        begun: dict[str, asyncio.Event] = {name: asyncio.Event() for name in ("cmpl-a-0", "chatcmpl-b", "cmpl-ab")}
+
+        async def run(name: str) -> int:
+            num_tokens = 0
+            async for output in engine.generate(request(name, max_tokens=400)):
+                num_tokens += len(output.token_ids)
+                begun[name].set()
+            return num_tokens
+
+        tasks = {name: asyncio.create_task(run(name)) for name in begun}
+        await asyncio.gather(*(event.wait() for event in begun.values()))
+        assert engine.abort_requests(["x", "chatcmpl"]) == 0
+        assert engine.abort_requests(["a", "chatcmpl-b"]) == 2
+        for name in ("cmpl-a-0", "chatcmpl-b"):
+            with pytest.raises(RequestAborted):
+                await tasks[name]
+        assert not tasks["cmpl-ab"].done()
+        assert engine.abort_requests([]) == 1
+        with pytest.raises(RequestAborted):
+            await tasks["cmpl-ab"]
+        await engine.check()
+
+
+async def test_a_reset_cache_has_nothing_and_tells_what_is_in_use(model_maker: Any) -> None:
+    async with serving(model_maker("llama")) as engine:
+        prompt = Request(
+            request_id="p", prompt_token_ids=[*range(1, 40)], sampling=SamplingParams(max_tokens=2, temperature=0.0)
+        )
+        await tokens_of(engine, prompt)
+        assert (await engine.statistics()).blocks.num_cached > 0
+        assert await engine.reset_prefix_cache()
+        assert (await engine.statistics()).blocks.num_cached == 0
+        async with aclosing(engine.generate(request("running", max_tokens=400))) as outputs:
+            async for output in outputs:
+                if len(output.token_ids) and (await engine.statistics()).blocks.num_cached:
+                    assert not await engine.reset_prefix_cache()
+                    break
+        assert await engine.reset_prefix_cache()
+        await engine.check()

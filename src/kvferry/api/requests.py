@@ -215,6 +215,12 @@ class KeptRequest(msgspec.Struct, kw_only=True):
     pin: bool | None = None
 
 
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """`POST /abort_requests`. Without ids, all running requests are aborted."""
+
+    request_ids: Annotated[list[Name], msgspec.Meta(max_length=4096)] | None = None
+
+
 class ReleaseRequest(msgspec.Struct, kw_only=True):
     """`POST /kvferry/release`: release a hand-off that no instance will fetch."""
 

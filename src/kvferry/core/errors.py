@@ -12,6 +12,7 @@
     │   ├── UnknownModel         404
     │   ├── DeadlineExceeded     400: the request's own deadline passed
     │   ├── GrammarFailed        400: the answer cannot go on under the request's grammar, such as at a limit
+    │   ├── RequestAborted       409: an operator aborted the request
     │   ├── QueueFull            429: the queue is full; try again later
     │   ├── RequestFailed        500: an internal error in this request; others are not affected
     │   │   └── LogitsNotFinite  500: the model computed NaN or infinity for it
@@ -102,6 +103,13 @@ class UnknownModel(RequestError):
 
     status = 404
     kind = "not_found_error"
+
+
+class RequestAborted(RequestError):
+    """An operator aborted the request, so that no other instance should continue it."""
+
+    status = 409
+    kind = "request_aborted_error"
 
 
 class DeadlineExceeded(RequestError):

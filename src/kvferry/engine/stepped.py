@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from kvferry.core import entropy
-from kvferry.core.errors import KvferryError, StoreError, Unavailable
+from kvferry.core.errors import KvferryError, RequestAborted, StoreError, Unavailable
 from kvferry.core.messages.hand_off import HandOff, Produce
 from kvferry.core.messages.instance_facts import EventsAddress, InstanceFacts, TicketKinds
 from kvferry.core.messages.kept import KeptBlocks
@@ -180,6 +181,23 @@ class SteppedEngine(ABC):
             is_settled=waiting == 0,
         )
 
+    async def reset_prefix_cache(self) -> bool:
+        """Evict all cached blocks that no request uses. Returns False if others are left."""
+
+        def reset() -> bool:
+            self.engine.pool.forget_all()
+            return self.engine.pool.statistics().num_cached == 0
+
+        return await self._call_engine(reset)
+
+    def abort_requests(self, request_ids: Collection[str]) -> int:
+        """End running requests with `RequestAborted`; all of them if `request_ids` is empty. Returns their number."""
+        aborted = [name for name in self._listeners if not request_ids or any(_names(i, name) for i in request_ids)]
+        for name in aborted:
+            error = RequestAborted("an operator aborted the request")
+            self._listeners[name].put(EngineOutput(request_id=name, token_ids=[], error=error))
+        return len(aborted)
+
     async def statistics(self) -> EngineSnapshot:
         """A snapshot, taken between two steps."""
         return await self._call_engine(self.engine.statistics)
@@ -275,6 +293,16 @@ class _Mailbox:
         while not self._outputs:
             await self._waiter.wait()
         return self._outputs.popleft()
+
+
+_SEQUENCE = re.compile(r"(-[0-9]+)?(-[0-9a-f]{8})?")
+"""The end of a sequence's name after its request's: its number, and digits if the name was in use."""
+
+
+def _names(request_id: str, name: str) -> bool:
+    """True if a client's id, or an answer's, is the one of the engine's request `name`, or of its first sequence's."""
+    names = [prefix + request_id for prefix in ("", "cmpl-", "chatcmpl-")]
+    return any(name.startswith(own) and _SEQUENCE.fullmatch(name, len(own)) for own in names)
 
 
 def void(call: Callable[[], object]) -> None:

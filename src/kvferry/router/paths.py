@@ -19,19 +19,30 @@ PROMPT_FIELDS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"
 JSON_PATHS = (
     *PROMPT_FIELDS,
     *TRANSLATED_PATHS,
+    "/v1/chat/completions/batch",
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
     "/v1/embeddings",
+    "/v2/embed",
     "/v1/score",
     "/v1/rerank",
+    "/v2/rerank",
     "/score",
     "/rerank",
     "/pooling",
     "/classify",
     "/tokenize",
+    "/v1/tokenize",
     "/detokenize",
+    "/v1/detokenize",
+    "/v1/audio/speech",
 )
 """POST with a JSON object."""
 
-READ_PATHS = ("/v1/models", "/v1/models/*", "/version", "/openapi.json")
+FORM_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+"""POST with a form that contains a file."""
+
+READ_PATHS = ("/v1/models", "/v1/models/*", "/version", "/openapi.json", "/ping", "/load")
 """GET. `*` at the end is one or more segments: a model's name may have slashes."""
 
 
@@ -49,6 +60,7 @@ class PublicPaths:
     def __init__(self, more: Iterable[str] = ()) -> None:
         """`more` are `--forward-path`s, as `parse_path` reads them. Raises `ConfigError`."""
         paths = {path: PublicPath(frozenset({"POST"})) for path in JSON_PATHS}
+        paths |= {path: PublicPath(frozenset({"POST"}), takes_forms=True) for path in FORM_PATHS}
         paths |= {path: PublicPath(frozenset({"GET", "HEAD"})) for path in READ_PATHS}
         for method, path in map(parse_path, more):
             methods = paths[path].methods if path in paths else frozenset[str]()

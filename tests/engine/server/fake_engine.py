@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,13 @@ class FakeEngine:
 
     async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
         raise InvalidRequest("nothing is kept here")
+
+    async def reset_prefix_cache(self) -> bool:
+        return not self.running
+
+    def abort_requests(self, request_ids: Collection[str]) -> int:
+        self.aborted += request_ids or sorted(self.running)
+        return len(request_ids or self.running)
 
     async def statistics(self) -> EngineSnapshot:
         return EngineSnapshot(

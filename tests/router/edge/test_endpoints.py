@@ -249,9 +249,9 @@ async def test_what_is_not_for_clients_reaches_no_instance(method: str, path: st
     assert d.calls == d.others == []
 
 
-async def test_more_paths_can_be_opened_by_name() -> None:
+async def test_paths_of_applications_are_open_and_more_can_be() -> None:
     d = Peer("decode", answer)
-    more = ("POST /v1/audio/transcriptions", "GET /v1/files/*")
+    more = ("GET /v1/files/*",)
     async with (
         instances(d),
         routing([], [d.url], forward_path=more) as (_, url),
@@ -265,11 +265,24 @@ async def test_more_paths_can_be_opened_by_name() -> None:
             ("POST", "/v1/audio/transcriptions", b"\xff", 400),
             ("GET", "/v1/files/a/b", None, 200),
             ("GET", "/v1/files/", None, 404),
+            ("POST", "/v2/rerank", b"{}", 200),
+            ("POST", "/v1/chat/completions/batch", b"{}", 200),
+            ("POST", "/v1/audio/speech", b"{}", 200),
+            ("POST", "/v1/tokenize", b"{}", 200),
+            ("GET", "/ping", None, 200),
+            ("GET", "/load", None, 200),
+            ("POST", "/reset_prefix_cache", b"{}", 404),
+            ("POST", "/abort_requests", b"{}", 404),
+            ("GET", "/server_info", None, 404),
         ):
             headers = {} if data is form else JSON
             async with session.request(method, url + path, data=data, headers=headers) as response:
                 assert response.status == status, path
-    assert [call.path for call in d.others] == ["/v1/audio/transcriptions?"] * 2 + ["/v1/files/a/b?"]
+    assert [call.path.removesuffix("?") for call in d.others] == [
+        *["/v1/audio/transcriptions"] * 2,
+        *("/v1/files/a/b", "/v2/rerank", "/v1/chat/completions/batch", "/v1/audio/speech", "/v1/tokenize"),
+        *("/ping", "/load"),
+    ]
 
 
 async def test_models_come_from_prefill_when_decode_is_gone() -> None:

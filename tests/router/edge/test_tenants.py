@@ -139,6 +139,9 @@ def test_tokens_of_chats_and_of_what_is_no_prompt() -> None:
         ("/v1/embeddings", {"input": [[1, 2], [3]]}, 3),
         ("/v1/embeddings", {"messages": "x" * 38}, 10),
         ("/pooling", {"input": ["x" * 36]}, 10),
+        ("/v2/embed", {"texts": ["x" * 36]}, 10),
+        ("/v1/audio/speech", {"input": "x" * 38}, 10),
+        ("/v1/chat/completions/batch", {"messages": [["x"] * 2, ["y"] * 2], "max_tokens": 5}, 16),
         ("/classify", {"input": "x" * 38}, 10),
         ("/rerank", {"query": "x" * 38, "documents": "x" * 38}, 20),
         ("/v1/rerank", {"query": "x" * 38, "documents": ["a,b", '"]']}, 23.5),
@@ -162,9 +165,14 @@ def test_tokens_of_what_is_computed_and_answers_no_text(path: str, fields: dict[
 
 
 def test_every_path_with_a_model_behind_it_counts() -> None:
-    asked = dict.fromkeys(("prompt", "messages", "input", "query", "text_1", "documents", "text_2", "text"), "x" * 38)
+    names = ("prompt", "messages", "input", "query", "text_1", "documents", "text_2", "text", "texts")
+    asked = dict.fromkeys(names, "x" * 38)
     uncounted = {path for path in JSON_PATHS if not count_tokens(body(**asked), path, 4.0)}
-    assert uncounted == {"/tokenize", "/detokenize", *TRANSLATED_PATHS}
+    assert uncounted == {
+        *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+        *("/v1/completions/render", "/v1/chat/completions/render"),
+        *TRANSLATED_PATHS,
+    }
 
 
 @pytest.mark.parametrize(("limit", "share"), [(0, 0), (2, 1), (8, 1), (15, 1), (16, 2)])

@@ -70,7 +70,7 @@ class TextConfig(msgspec.Struct):
     verbosity: str | None = None
 
 
-class FunctionTool(msgspec.Struct):
+class ResponsesTool(msgspec.Struct):
     """A tool of the client's."""
 
     name: Name
@@ -200,7 +200,7 @@ def chat_prompt(request: InputTokensRequest, items: list[dict[str, Any]]) -> dic
 
 def function_tools(request: ResponsesRequest) -> list[dict[str, Any]]:
     """The request's tools as its response repeats them."""
-    tools = [convert(tool, FunctionTool, "tools") for tool in request.tools or ()]
+    tools = [convert(tool, ResponsesTool, "tools") for tool in request.tools or ()]
     return [{"type": "function", **msgspec.structs.asdict(tool)} for tool in tools]
 
 
@@ -241,19 +241,19 @@ class ReasoningItem(msgspec.Struct):
     content: list[ReasoningText] | None = None
 
 
-class TextPart(msgspec.Struct):
+class ItemText(msgspec.Struct):
     """A text."""
 
     text: str
 
 
-class RefusalPart(msgspec.Struct):
+class ItemRefusal(msgspec.Struct):
     """The text of a refusal in an earlier answer."""
 
     refusal: str
 
 
-class ImagePart(msgspec.Struct):
+class ItemImage(msgspec.Struct):
     """An image, at a URL or as a data URL."""
 
     image_url: str | None = None
@@ -263,8 +263,8 @@ class ImagePart(msgspec.Struct):
 _ITEMS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 """Types of items, and what their ids begin with."""
 
-_TEXTS: dict[str, type[Any]] = {"input_text": TextPart, "output_text": TextPart, "text": TextPart}
-_PARTS: dict[str, type[Any]] = {**_TEXTS, "refusal": RefusalPart, "input_image": ImagePart}
+_TEXTS: dict[str, type[Any]] = {"input_text": ItemText, "output_text": ItemText, "text": ItemText}
+_PARTS: dict[str, type[Any]] = {**_TEXTS, "refusal": ItemRefusal, "input_image": ItemImage}
 
 
 def _messages(items: list[dict[str, Any]], *, begins: bool) -> Iterator[dict[str, Any]]:
@@ -335,9 +335,9 @@ def _content(content: str | list[dict[str, Any]], where: str) -> str | list[dict
 
 def _part(value: dict[str, Any], where: str) -> dict[str, Any]:
     part = convert_tagged(value, _PARTS, where, "parts")
-    if isinstance(part, TextPart):
+    if isinstance(part, ItemText):
         return text_part(part.text)
-    if isinstance(part, RefusalPart):
+    if isinstance(part, ItemRefusal):
         return text_part(part.refusal)
     if not part.image_url:
         raise InvalidRequest(f"{where}.image_url is required: files are not kept by this server", param=where)
@@ -354,8 +354,8 @@ def _tool(value: dict[str, Any], where: str) -> dict[str, Any]:
             " the client runs, are supported",
             param=f"{where}.type",
         )
-    convert(value, FunctionTool, where)
-    names = FunctionTool.__struct_fields__  # in the client's order, as templates print them
+    convert(value, ResponsesTool, where)
+    names = ResponsesTool.__struct_fields__  # in the client's order, as templates print them
     function = {name: field for name, field in value.items() if name in names and field is not None}
     return {"type": "function", "function": function}
 

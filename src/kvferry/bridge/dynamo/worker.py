@@ -270,6 +270,14 @@ class DynamoWorker:
         """Raises `InvalidRequest`: Dynamo's workers do not report the content of their stores."""
         raise InvalidRequest("Dynamo's workers do not tell what their stores have")
 
+    async def reset_prefix_cache(self) -> bool:
+        """Raises `InvalidRequest`: Dynamo's workers reset their caches themselves."""
+        raise InvalidRequest("Dynamo's workers have no request that resets their prefix caches")
+
+    def abort_requests(self, request_ids: Collection[str]) -> int:
+        """Raises `InvalidRequest`: Dynamo's frontends end their requests."""
+        raise InvalidRequest("requests of Dynamo's workers are aborted by their clients only")
+
     async def statistics(self) -> EngineSnapshot:
         """The engine's load by the worker's system server; without one, the requests of this process. Steps are pieces
         of answers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, Protocol
 
 from kvferry.core.messages.hand_off import HandOff
@@ -73,6 +73,13 @@ class EngineClient(Protocol):
     async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
         """The blocks of a prompt in the connector's store. `pin` True: pin them; False: unpin them; None: change
         nothing. Raises `InvalidRequest`, also if there is no store."""
+
+    async def reset_prefix_cache(self) -> bool:
+        """Evict all cached blocks that no request uses. Returns False if others are left. Raises `Unavailable`."""
+
+    def abort_requests(self, request_ids: Collection[str]) -> int:
+        """End running requests with `RequestAborted`; all of them if `request_ids` is empty. An id is a client's, or an
+        answer's. Returns their number."""
 
     async def statistics(self) -> EngineSnapshot:
         """Gauges, and counters since the start. Raises `Unavailable` if the engine has ended, as the other methods

@@ -26,20 +26,12 @@ _PATHS = {
     "/generate": f"{_SGLANG}; use /v1/completions",
     "/v1/load_lora_adapter": _VLLM,
     "/v1/unload_lora_adapter": _VLLM,
-    "/v1/tokenize": "use /tokenize",
-    "/v1/detokenize": "use /detokenize",
-    "/ping": "use /health",
     "/health_generate": "use /health",
-    "/load": "use /metrics",
-    "/server_info": "use /kvferry/instance",
     "/get_server_info": "use /kvferry/instance",
     "/get_model_info": "use /kvferry/instance",
     "/model_info": "use /kvferry/instance",
-    "/tokenizer_info": "use the model's own files",
-    "/reset_prefix_cache": _VLLM,
-    "/flush_cache": _SGLANG,
-    "/abort_requests": f"{_VLLM}; a client that closes its connection ends its request",
-    "/abort_request": f"{_SGLANG}; a client that closes its connection ends its request",
+    "/flush_cache": "use /reset_prefix_cache",
+    "/abort_request": "use /abort_requests; a client that closes its connection ends its request",
 }
 """Alternatives for each path and the paths below it."""
 

@@ -11,6 +11,7 @@ from kvferry.api import answers
 from kvferry.api.decoding import read_fields
 from kvferry.api.openapi import OPENAPI_PATH, openapi_document
 from kvferry.api.requests import (
+    AbortRequest,
     DetokenizeRequest,
     KeptRequest,
     ReleaseRequest,
@@ -49,8 +50,17 @@ class UtilityRoutes:
             Route("GET", "/v1/models", self.models),
             Route("GET", "/v1/models/*", self.model),
             Route("POST", "/tokenize", self.tokenize),
+            Route("POST", "/v1/tokenize", self.tokenize),
             Route("POST", "/detokenize", self.detokenize),
+            Route("POST", "/v1/detokenize", self.detokenize),
+            Route("GET", "/tokenizer_info", self.tokenizer_info),
             Route("GET", "/health", self.health, "open"),
+            Route("GET", "/ping", self.health, "open"),
+            Route("POST", "/ping", self.health, "open"),
+            Route("GET", "/load", self.load),
+            Route("GET", "/server_info", self.server_info, "probe"),
+            Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, "operate"),
+            Route("POST", "/abort_requests", self.abort_requests, "operate"),
             Route("GET", "/version", self.version, "open"),
             Route("GET", OPENAPI_PATH, self.openapi, "open"),
             Route("GET", "/metrics", self.metrics, "probe"),
@@ -126,6 +136,48 @@ class UtilityRoutes:
         if not self._context.engine_client.healthy:
             raise Unavailable("the engine is not healthy")
         response.send_json(msgspec.json.encode({"status": "ok", "engine_id": self._context.engine_client.engine_id}))
+
+    async def load(self, request: HttpRequest, response: Response) -> None:
+        """The number of requests that run or wait."""
+        statistics = await self._context.engine_client.statistics()
+        number = statistics.scheduler.num_running + statistics.num_requests_waiting()
+        response.send_json(msgspec.json.encode({"server_load": number}))
+
+    async def server_info(self, request: HttpRequest, response: Response) -> None:
+        """The version, and the facts for routers."""
+        facts = self._context.engine_client.describe()
+        response.send_json(msgspec.json.encode({"kvferry_version": kvferry.__version__, "instance": facts}))
+
+    async def tokenizer_info(self, request: HttpRequest, response: Response) -> None:
+        """The tokenizer's class, special tokens and chat template."""
+        tokenizer = self._context.codec.tokenizer
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        response.send_json(
+            msgspec.json.encode(
+                {
+                    "tokenizer_class": type(tokenizer).__name__,
+                    "vocab_size": self._context.codec.vocab_size,
+                    "model_max_length": self._context.engine_client.max_model_len,
+                    "chat_template": tokenizer.chat_template,
+                    **special,
+                }
+            )
+        )
+
+    async def reset_prefix_cache(self, request: HttpRequest, response: Response) -> None:
+        """Evict all cached blocks that no request uses; `success` is false if others are left. Raises
+        `InvalidRequest` for vLLM's options, which this engine does not have."""
+        for name in ("reset_running_requests", "reset_external"):
+            if request.parameter(name, "false").lower() not in ("false", "0"):
+                raise InvalidRequest(f"{name} is not supported by this server", param=name)
+        success = await self._context.engine_client.reset_prefix_cache()
+        response.send_json(msgspec.json.encode({"success": success}))
+
+    async def abort_requests(self, request: HttpRequest, response: Response) -> None:
+        """End running requests: those in `request_ids`, or all of them."""
+        body = await self._decoded(request, response, AbortRequest)
+        aborted = self._context.engine_client.abort_requests(body.request_ids or [])
+        response.send_json(msgspec.json.encode({"aborted": aborted}))
 
     async def metrics(self, request: HttpRequest, response: Response) -> None:
         """`GET /metrics`, in the format that the scraper accepts."""

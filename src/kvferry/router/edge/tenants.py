@@ -37,12 +37,14 @@ _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 @dataclass(frozen=True, slots=True)
 class _Form:
     """The fields of a path's bodies: `texts` of the prompt, `limits` of the answer, and the tokens of an answer without
-    a limit (`default_tokens`). Engines differ in the limit that they use, so the highest one counts."""
+    a limit (`default_tokens`). Engines differ in the limit that they use, so the highest one counts. `prompts`: the
+    field of one prompt or several; `conversations`: the field with a list of conversations."""
 
     texts: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     default_tokens: int = 0
     prompts: str = ""
+    conversations: str = ""
     pairs: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
 
@@ -58,8 +60,13 @@ _FORMS = {
         ("max_completion_tokens", "max_tokens"),
         1024,
     ),
+    "/v1/chat/completions/batch": _Form(
+        _CHAT_TEXTS, ("max_completion_tokens", "max_tokens"), 1024, conversations="messages"
+    ),
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), _POOLED),
-    **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/rerank"), _PAIRED),
+    "/v2/embed": _Form(("texts", "inputs", "images")),
+    "/v1/audio/speech": _Form(("input", "instructions")),
+    **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"), _PAIRED),
 }
 
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -212,6 +219,8 @@ def count_tokens(body: RequestBody | bytes | None, path: str, bytes_per_token: f
     if form.prompts:
         in_prompts, num_prompts = _measure_prompts(body.raw(form.prompts), bytes_per_token)
         num_tokens += in_prompts
+    if form.conversations:
+        num_prompts = _num_items(body.raw(form.conversations))
     if form.pairs is not None:
         num_tokens += _measure_pairs(body, *form.pairs) / bytes_per_token
     if not form.limits:
