@@ -143,6 +143,31 @@ def a_json_schema_is_followed(client: Anthropic, openai: OpenAI, model: str) -> 
 
 
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
+
+
+def a_forced_call_is_a_block(client: Anthropic, openai: OpenAI, model: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sunny": {"type": "boolean"}},
+        "required": ["sunny"],
+        "additionalProperties": False,
+    }
+    tools: list[Any] = [{"name": "report", "description": "Reports.", "input_schema": schema}]
+    for choice in ({"type": "any"}, {"type": "tool", "name": "report", "disable_parallel_tool_use": True}):
+        options: dict[str, Any] = {"max_tokens": 256, "tools": tools, "tool_choice": choice}
+        whole = create(client, model, extra_body={"ignore_eos": False}, **options)
+        _, streamed = stream(client, model, extra_body={"temperature": 0}, **options)
+        for message in (whole, streamed):
+            assert message.stop_reason == "tool_use"
+            calls = [block for block in message.content if block.type == "tool_use"]
+            assert all(call.name == "report" and call.input["sunny"] in (True, False) for call in calls)
+        inputs = [[block.input for block in one.content if block.type == "tool_use"] for one in (whole, streamed)]
+        assert inputs[0] == inputs[1] != []
+        result = {"type": "tool_result", "tool_use_id": whole.content[-1].id, "content": "Thanks.", "is_error": False}
+        answered = [*USER, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
+        assert text_of(create(client, model, messages=answered, tools=tools, tool_choice={"type": "none"}))
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"container": "c"}, "container"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
@@ -212,5 +237,8 @@ CHECKS: list[Callable[[Anthropic, OpenAI, str], None]] = [
     what_is_harmless_is_accepted,
 ]
 
-STRUCTURED_CHECKS: list[Callable[[Anthropic, OpenAI, str], None]] = [a_json_schema_is_followed]
+STRUCTURED_CHECKS: list[Callable[[Anthropic, OpenAI, str], None]] = [
+    a_json_schema_is_followed,
+    a_forced_call_is_a_block,
+]
 """For engines that follow grammars."""

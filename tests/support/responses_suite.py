@@ -162,6 +162,30 @@ def a_json_schema_is_followed(client: OpenAI, model: str) -> None:
     assert "".join(response.output_text.split()) in ('{"sunny":true}', '{"sunny":false}')
 
 
+def a_forced_call_is_an_item(client: OpenAI, model: str) -> None:
+    schema = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
+    function = {"name": "report", "parameters": schema | {"additionalProperties": False}, "strict": True}
+    tools: list[Any] = [{"type": "function", **function}]
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "report"}]}
+    for choice in ("required", {"type": "function", "name": "report"}, allowed):
+        options: dict[str, Any] = {"max_output_tokens": 256, "tools": tools, "tool_choice": choice, "extra_body": {}}
+        whole = create(client, model, **options)
+        *_, last = create(client, model, stream=True, **options)
+        arguments = [
+            [item.arguments for item in response.output if item.type == "function_call"]
+            for response in (whole, last.response)
+        ]
+        assert arguments[0] == arguments[1] != []
+        assert whole.status == last.response.status == "completed"
+        outputs: list[Any] = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "Thanks."}
+            for item in whole.output
+            if item.type == "function_call"
+        ]
+        follow = create(client, model, input=outputs, previous_response_id=whole.id, tools=tools, tool_choice="none")
+        assert follow.output_text
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
@@ -226,5 +250,5 @@ CHECKS: list[Callable[[OpenAI, str], None]] = [
     what_is_harmless_is_accepted,
 ]
 
-STRUCTURED_CHECKS: list[Callable[[OpenAI, str], None]] = [a_json_schema_is_followed]
+STRUCTURED_CHECKS: list[Callable[[OpenAI, str], None]] = [a_json_schema_is_followed, a_forced_call_is_an_item]
 """For engines that follow grammars."""
