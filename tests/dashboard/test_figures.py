@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from kvferry.dashboard.figures import Figures, gauges, increase, quantile, read_figures, total
+from kvferry.dashboard.figures import Figures, gauges, increase, quantile, read_figures, tiers_of, total
 
 TEXT = b"""# HELP vllm:num_requests_running Requests.
 # TYPE vllm:num_requests_running gauge
@@ -47,6 +47,25 @@ def test_counters_of_a_process_that_began_anew_count_from_zero() -> None:
 def test_instances_are_added_up() -> None:
     parts = [Figures({"output_tokens": 1.0}, {0.1: 2.0}), Figures({"output_tokens": 2.0, "hand_offs": 1.0}, {0.1: 3.0})]
     assert total(parts) == Figures({"output_tokens": 3.0, "hand_offs": 1.0}, {0.1: 5.0})
+
+
+def test_tiers_of_stores_are_read_by_their_level() -> None:
+    several = b"""kvferry:connector_1_kept_bytes{kind=""} 30.0
+kvferry:connector_1_loaded_blocks_total{kind=""} 7.0
+kvferry:connector_1_tier0_kept_bytes{kind=""} 10.0
+kvferry:connector_1_tier0_healthy{kind=""} 1.0
+kvferry:connector_1_tier1_kept_bytes{kind=""} 20.0
+kvferry:connector_1_tier1_healthy{kind=""} 0.0
+kvferry:connector_1_tier1_loaded_blocks_total{kind=""} 7.0
+"""
+    first, second = tiers_of(read_figures(several))
+    assert first == {"kept_bytes": 10.0, "healthy": 1.0}
+    assert second == {"kept_bytes": 20.0, "healthy": 0.0, "loaded_blocks": 7.0}
+    [only] = tiers_of(read_figures(several.partition(b"kvferry:connector_1_tier0_kept")[0]))
+    assert only == {"kept_bytes": 30.0, "loaded_blocks": 7.0}
+    grown = increase(read_figures(several), read_figures(several.replace(b" 7.0", b" 9.0")))
+    assert grown.tiers == {0: {"loaded_blocks": 0.0}, 1: {"loaded_blocks": 2.0}}
+    assert total([grown, grown]).tiers[1] == {"loaded_blocks": 4.0}
 
 
 def test_quantiles_are_interpolated_within_a_bucket() -> None:

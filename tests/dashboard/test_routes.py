@@ -83,6 +83,32 @@ async def test_a_chat_shows_each_gap_and_the_request_as_code(browser: Browser) -
         assert not await on(browser, "run", "return window.attacked")
 
 
+async def test_there_is_no_chat_where_the_listener_serves_no_models(browser: Browser) -> None:
+    async with serving(FakeSource(SYSTEM_CLOCK), has_chat=False) as server:
+        await shown(browser, server)
+        await on(browser, "wait", "return document.querySelector('#tab-chat').hidden")
+        await on(browser, "run", "document.querySelector('#tab-fleet').focus()")
+        await on(browser, "press", "\ue014", "\ue014")  # right twice: to the requests, and round to the fleet
+        assert await on(browser, "run", "return document.activeElement.id") == "tab-fleet"
+
+
+async def test_an_instance_shows_its_revision_and_the_tiers_of_its_store(browser: Browser) -> None:
+    source = FakeSource(SYSTEM_CLOCK)
+    source.views[1] |= {"revision": "3f2a"}
+    source.texts = {
+        "decode-0": b"kvferry:connector_tier0_kept_bytes 2e6\nkvferry:connector_tier1_kept_bytes 3e9\n"
+        b"kvferry:connector_tier1_healthy 0\nkvferry:connector_tier1_loaded_blocks_total 12\n"
+    }
+    async with serving(source) as server:
+        await shown(browser, server)
+        await on(browser, "wait", "return document.querySelector('#list-d').innerText.includes('tier 1')")
+        text = await on(browser, "text", "#list-d")
+        assert "revision 3f2a" in text
+        assert "tier 0: 2 MB kept" in text
+        assert "tier 1: does not answer · 3 GB kept · 12 blocks loaded" in text
+        assert not await on(browser, "run", "return document.querySelector('#card-tiers').hidden")
+
+
 async def test_names_and_texts_of_others_run_no_script(browser: Browser) -> None:
     source = FakeSource(SYSTEM_CLOCK)
     source.names = [HOSTILE]

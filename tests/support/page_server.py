@@ -48,12 +48,13 @@ async def serving(
     admin_key: str = "",
     port: int = 0,
     admin_port: int | None = None,
+    has_chat: bool = True,
 ) -> AsyncIterator[HttpServer]:
     answers = answers or Answers()
     keys = (admin_key,) if admin_key else ()
     config = HttpConfig(port=port, admin_key=keys, admin_port=admin_port, shutdown_grace_s=1.0)
     routes = [
-        *PageRoutes(Feed(source, SYSTEM_CLOCK, FeedSettings(tick_s=0.1))).routes(),
+        *PageRoutes(Feed(source, SYSTEM_CLOCK, FeedSettings(tick_s=0.1, has_chat=has_chat))).routes(),
         Route("POST", "/v1/chat/completions", answers.chat),
         Route("POST", "/kvferry/instances/drain", answers.operate, "operate"),
     ]

@@ -129,7 +129,8 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ApiAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The common fields of all answers and chunks. `timeline`: timestamps of the request's phases."""
+    """The common fields of all answers and chunks. `timeline`: timestamps of the request's phases, in seconds
+    since the epoch; `timeline_ms`: the same in ms since the request's arrival."""
 
     id: str
     object: str
@@ -140,6 +141,7 @@ class ApiAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: PromptLogprobs | None = None
     kv_transfer_params: dict[str, Any] | None = None
     timeline: dict[str, float] | None = None
+    timeline_ms: dict[str, float] | None = None
 
 
 class Completion(ApiAnswer, kw_only=True):

@@ -16,7 +16,7 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
-from kvferry.dashboard.figures import Figures, gauges, increase, read_figures, total
+from kvferry.dashboard.figures import Figures, gauges, increase, read_figures, tiers_of, total
 from kvferry.dashboard.series import Point, history, make_point
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ class FeedSettings(msgspec.Struct, frozen=True):
     metrics_per_s: float = 10.0
     """Instances whose metrics are read in a second, at most; at least one tick passes in between."""
     verdict_s: float = 20.0
+    has_chat: bool = True
+    """False where the page's listener serves no models."""
 
 
 class PageEvent(msgspec.Struct, frozen=True):
@@ -239,7 +241,7 @@ class Feed:
             name = str(view["name"])
             shown = {key: value for key, value in view.items() if key not in ("url", "facts")}
             if name in self._figures:
-                shown |= gauges(self._figures[name])
+                shown |= {**gauges(self._figures[name]), "tiers": tiers_of(self._figures[name])}
             current[name] = shown
             before = self._instances.get(name)
             difference = (
@@ -299,6 +301,7 @@ class Feed:
                 "now": self._clock.wall(),
                 "tick_s": self._settings.tick_s,
                 "models": self._models,
+                "chat": self._settings.has_chat,
                 "targets": targets,
                 "instances": self._instances,
                 "points": list(self._points),

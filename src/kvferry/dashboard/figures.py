@@ -18,6 +18,10 @@ _NAMES = {
     b"kvferry:num_hand_offs_held": "held",
     b"vllm:prompt_tokens_total": "prompt_tokens",
     b"vllm:generation_tokens_total": "output_tokens",
+    b"vllm:request_success_total": "ended",
+    b"vllm:prefix_cache_queries_total": "looked_up_tokens",
+    b"vllm:prefix_cache_hits_total": "cached_tokens",
+    b"vllm:external_prefix_cache_hits_total": "loaded_tokens",
     b"kvferry:connector_taken_bytes_total": "hand_off_bytes",
     b"kvferry:connector_taken_seconds_total": "hand_off_seconds",
     b"kvferry:connector_taken_total": "hand_offs",
@@ -36,8 +40,13 @@ _HISTOGRAMS = {
     b"vllm:time_to_first_token_seconds_bucket": "ttft",
     b"sglang:time_to_first_token_seconds_bucket": "ttft",
 }
+_STORE = rb"kvferry:connector_(?:\d_)?(?:tier(\d)_)?(kept_bytes|healthy|loaded_blocks_total)"
+_ALL_TIERS = -1
+"""Level of samples without one: those of the only tier, or the sum of several, which have their own too."""
+_TIER = re.compile(_STORE)
 _LINE = re.compile(
-    rb"^(%b)(?:\{([^}\n]*)\})? ([0-9eE.+-]{1,32})$" % b"|".join(re.escape(name) for name in [*_NAMES, *_HISTOGRAMS]),
+    rb"^(?P<name>%b|%b)(?:\{(?P<labels>[^}\n]*)\})? (?P<value>[0-9eE.+-]{1,32})$"
+    % (b"|".join(re.escape(name) for name in [*_NAMES, *_HISTOGRAMS]), _STORE),
     re.MULTILINE,
 )
 _EDGE = re.compile(rb'\ble="([0-9eE.+-]{1,24}|\+Inf)"')
@@ -47,19 +56,21 @@ class Figures(msgspec.Struct):
     """The gauges now and the counters since the instance's start; a name that its metrics lack is absent.
 
     `itl`: the number of gaps between two tokens that were at most so many seconds long, by the edge in seconds.
-    `ttft`: the same of times to first token.
+    `ttft`: the same of times to first token. `tiers`: figures of each tier of the stores, by its level.
     """
 
     values: dict[str, float] = {}
     itl: dict[float, float] = {}
     ttft: dict[float, float] = {}
+    tiers: dict[int, dict[str, float]] = {}
 
 
 def read_figures(metrics: bytes) -> Figures:
     """The figures in a text of metrics; samples of one name with different labels are added up, the share of KV in use
     is the largest."""
     figures = Figures()
-    for name, labels, text in _LINE.findall(metrics[:MAX_METRICS_BYTES]):
+    for line in _LINE.finditer(metrics[:MAX_METRICS_BYTES]):
+        name, labels, text = line["name"], line["labels"] or b"", line["value"]
         try:
             value = float(text)
         except ValueError:
@@ -72,10 +83,22 @@ def read_figures(metrics: bytes) -> Figures:
                 seconds = float(edge[1])
                 buckets[seconds] = buckets.get(seconds, 0.0) + value
             continue
+        if (tier := _TIER.fullmatch(name)) is not None:
+            level, key = int(tier[1]) if tier[1] else _ALL_TIERS, tier[2].decode().removesuffix("_total")
+            figures.tiers.setdefault(level, {})[key] = value
+            continue
         key = _NAMES[name]
         before = figures.values.get(key, 0.0)
         figures.values[key] = max(before, value) if key == "kv_used" else before + value
+    of_all = figures.tiers.pop(_ALL_TIERS, {})
+    if not any("kept_bytes" in tier for tier in figures.tiers.values()) and of_all:
+        figures.tiers[0] = of_all | figures.tiers.get(0, {})
     return figures
+
+
+def tiers_of(figures: Figures) -> list[dict[str, float]]:
+    """The tiers of the stores, the fastest first: `kept_bytes`, `healthy` (1 or 0) and `loaded_blocks`."""
+    return [figures.tiers[level] for level in sorted(figures.tiers)]
 
 
 def gauges(figures: Figures) -> dict[str, float]:
@@ -89,7 +112,15 @@ def increase(before: Figures, after: Figures) -> Figures:
     if restarted:
         before = Figures()
     values = {name: value - before.values.get(name, 0.0) for name, value in after.values.items() if name not in _GAUGES}
-    return Figures(values, _grown(before.itl, after.itl), _grown(before.ttft, after.ttft))
+    tiers = {
+        level: {
+            "loaded_blocks": max(
+                0.0, tier.get("loaded_blocks", 0.0) - before.tiers.get(level, {}).get("loaded_blocks", 0.0)
+            )
+        }
+        for level, tier in after.tiers.items()
+    }
+    return Figures(values, _grown(before.itl, after.itl), _grown(before.ttft, after.ttft), tiers)
 
 
 def _grown(before: dict[float, float], after: dict[float, float]) -> dict[float, float]:
@@ -102,8 +133,12 @@ def total(parts: list[Figures]) -> Figures:
     for part in parts:
         for name, value in part.values.items():
             result.values[name] = result.values.get(name, 0.0) + value
-        for edge, count in part.itl.items():
-            result.itl[edge] = result.itl.get(edge, 0.0) + count
+        for level, tier in part.tiers.items():
+            blocks = result.tiers.setdefault(level, {"loaded_blocks": 0.0})
+            blocks["loaded_blocks"] += tier["loaded_blocks"]
+        for buckets, others in ((result.itl, part.itl), (result.ttft, part.ttft)):
+            for edge, count in others.items():
+                buckets[edge] = buckets.get(edge, 0.0) + count
     return result
 
 

@@ -66,9 +66,9 @@ class RouterSource:
         return list(names)
 
 
-def page_of_router(router: Router, siblings: SiblingRouters, judge: Judge) -> list[Route]:
-    """The routes of a router's page, which shows what `judge` says."""
+def page_of_router(router: Router, siblings: SiblingRouters, judge: Judge, *, has_chat: bool) -> list[Route]:
+    """The routes of a router's page, which shows what `judge` says. `has_chat`: its listener serves models."""
     services = router.services
-    settings = FeedSettings(tick_s=services.config.page_tick_s)
+    settings = FeedSettings(tick_s=services.config.page_tick_s, has_chat=has_chat)
     feed = Feed(RouterSource(router, siblings), services.clock, settings, judge)
     return PageRoutes(feed).routes()

@@ -18,6 +18,7 @@ class Point(msgspec.Struct, omit_defaults=True):
     `queue`, `prefill`, `hand_off`, `decode_queue`, `aggregated`: parts of the time to first token, each a mean over the
     requests. `aggregated`: the whole wait of requests that one instance served. `hand_off` ends with D's first token,
     less `decode_queue` where D's metrics show it. `hits`: share of the prompts' tokens that were not computed.
+    `loaded`: blocks a second that were read from each tier of the stores, the fastest first.
     """
 
     at: float
@@ -37,6 +38,7 @@ class Point(msgspec.Struct, omit_defaults=True):
     hand_off_bytes: float = 0.0
     hand_off_ms: float | None = None
     waiting: int = 0
+    loaded: list[float] = []
 
 
 def make_point(
@@ -97,10 +99,25 @@ def _counters(point: Point, figures: Figures, seconds: float) -> None:
     point.hand_off_bytes = values.get("hand_off_bytes", 0.0) / seconds
     if values.get("hand_offs", 0.0) > 0:
         point.hand_off_ms = 1000 * values.get("hand_off_seconds", 0.0) / values["hand_offs"]
+    point.loaded = [figures.tiers[level]["loaded_blocks"] / seconds for level in sorted(figures.tiers)]
+    if point.ttft_p50 is None:
+        _requests_of_metrics(point, figures, seconds)
     if values.get("decode_queue_requests", 0.0) > 0 and point.hand_off:
         queued = 1000 * values["decode_queue_seconds"] / values["decode_queue_requests"]
         point.decode_queue = min(point.hand_off, queued)
         point.hand_off -= point.decode_queue
+
+
+def _requests_of_metrics(point: Point, figures: Figures, seconds: float) -> None:
+    """Rates and times of requests that no router has seen: those of an instance of its own."""
+    values = figures.values
+    for name, share in (("ttft_p50", 0.5), ("ttft_p99", 0.99)):
+        first_s = quantile(figures.ttft, share)
+        setattr(point, name, None if first_s is None else 1000 * first_s)
+    point.requests = point.requests or values.get("ended", 0.0) / seconds
+    if point.hits is None and values.get("looked_up_tokens", 0.0) > 0:
+        cached = values.get("cached_tokens", 0.0) + values.get("loaded_tokens", 0.0)
+        point.hits = min(1.0, cached / values["looked_up_tokens"])
 
 
 def history(now: float, seconds: float, step_s: float, requests: Sequence[RequestObservation]) -> list[Point]:

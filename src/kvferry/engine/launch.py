@@ -17,7 +17,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.engine.server.app import serve
+from kvferry.engine.server.app import MakePage, serve
 from kvferry.engine.server.config import ServerConfig
 from kvferry.http.registrar import RegistrarConfig
 from kvferry.http.server.listen import authority
@@ -39,12 +39,13 @@ def run_instance(
     auth_token: str = "",
     registrar: RegistrarConfig | None = None,
     beside: Beside | None = None,
+    page: MakePage | None = None,
 ) -> int:
     """Serve one engine until SIGTERM or SIGINT; returns the exit code, 1 when the engine failed meanwhile.
 
     `on_ready` gets the URL and the instance's `InstanceFacts` once requests are accepted; the instance is then
     registered at the routers that `registrar` names, until the end. `beside` serves the
-    engine in another way too; its end is the instance's. Main thread only.
+    engine in another way too; its end is the instance's. `page`: creates the routes of its page. Main thread only.
     Raises `ConfigError` and `UnsupportedModel` for errors that the user can correct.
     """
     names = served_model_names or (engine.model,)
@@ -53,7 +54,9 @@ def run_instance(
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
     _freeze()
     with shutdown_deadline() as limit:
-        return uvloop.run(limit.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar, limit, beside)))
+        return uvloop.run(
+            limit.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar, limit, beside, page))
+        )
 
 
 def _freeze() -> None:
@@ -70,6 +73,7 @@ async def _serve(
     registrar: RegistrarConfig | None,
     limit: ShutdownDeadline,
     beside: Beside | None,
+    page: MakePage | None,
 ) -> int:
     about = engine_client.describe()
     if registrar is not None:
@@ -81,7 +85,9 @@ async def _serve(
     engine_client.start()
     try:
         failed = asyncio.create_task(engine_client.failed())
-        serving = asyncio.create_task(serve(engine_client, server, on_listening=listening, registrar=registrar))
+        serving = asyncio.create_task(
+            serve(engine_client, server, on_listening=listening, registrar=registrar, page=page)
+        )
         also = [] if beside is None else [asyncio.create_task(beside(engine_client))]
         await asyncio.wait([failed, serving, *also], return_when=asyncio.FIRST_COMPLETED)
         if failed.done():

@@ -343,6 +343,7 @@ def _view(instance: Instance) -> dict[str, Any]:
         "state": instance.state.value,
         "in_flight": instance.load.num_legs,
         "unit": instance.unit,
+        "revision": instance.settings_revision,
         **view_of_state(instance),
         "engine": engine_of(instance.facts) or None,
     }

@@ -109,6 +109,15 @@ async def test_a_role_changes_at_once_and_what_ran_there_is_finished() -> None:
         await holds(lambda: not router.services.pools.leaving)
 
 
+async def test_an_instance_is_shown_with_the_revision_of_its_settings() -> None:
+    one, two = a_decode(), a_decode()
+    async with instances(one, two), routing([], [], HTTP, **SOON) as (_, url):
+        _, told = await declare(url, declared("a", one, revision="r1"), declared("b", two))
+        assert (told["a"]["revision"], told["b"]["revision"]) == ("r1", "")
+        _, told = await declare(url, declared("a", one, revision="r2"))
+        assert told["a"]["revision"] == "r2"
+
+
 async def test_hand_offs_stay_within_a_unit() -> None:
     prefills = [Peer("prefill", ticket, facts=CONCURRENT) for _ in range(2)]
     decodes = [a_decode() for _ in range(2)]

@@ -191,7 +191,11 @@ def _serve_one(settings: FleetSettings, ready_fd: int | None) -> int:
         log=settings.log,
         access=settings.access,
         limits=settings.limits,
+        page_tick_s=settings.router.page_tick_s if settings.router.page else None,
     )
     models = settings.instance.served_model_name or (settings.engine.model,)
-    summary = summary_of("serve", settings.listen, settings.access, models=models)
+    has_page = settings.router.page and settings.access.admin_port is None
+    summary = summary_of(
+        "serve", settings.listen, settings.access, models=models, has_page=has_page, page_views="load, chat"
+    )
     return run_foreground(process, "engine", ready_fd, summary)

@@ -24,7 +24,8 @@ class ServeSummary:
     port: int = 0
     models: tuple[str, ...] = ()
     has_page: bool = True
-    """False with --no-page, where the page is on the admin port, and for an instance, which has none."""
+    """False with --no-page, where the page is on the admin port, and for an instance behind a router."""
+    page_views: str = "fleet, requests, chat"
     has_keys: bool = False
     """True if clients need a key."""
     admin_key: str | None = field(default=None, repr=False)
@@ -54,7 +55,7 @@ def ready_lines(url: str, summary: ServeSummary, log: Path | None) -> Iterator[s
     """The block that says where everything is."""
     local = reachable_url(url)
     if summary.has_page:
-        yield f"  page    {local}   (fleet, requests, chat)"
+        yield f"  page    {local}   ({summary.page_views})"
     if summary.answers_clients:
         models = ", ".join(summary.models)
         yield f"  OpenAI  {local}/v1" + (f"   model: {models}" if models else "")

@@ -3,6 +3,7 @@ compared."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -59,3 +60,9 @@ class Timeline(msgspec.Struct, omit_defaults=True):
         """Seconds between two phases; None if either did not happen."""
         begun, ended = getattr(self, start), getattr(self, end)
         return None if begun is None or ended is None else float(ended - begun)
+
+
+def since_arrival(stamps: Mapping[str, float]) -> dict[str, float]:
+    """The stamps of a timeline in ms since the request's arrival, or since the first stamp."""
+    zero = stamps.get("arrived", min(stamps.values(), default=0.0))
+    return {phase: round(1000 * (stamp - zero), 3) for phase, stamp in stamps.items()}

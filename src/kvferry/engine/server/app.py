@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from kvferry.engine.server.utility_routes import UtilityRoutes
 from kvferry.http.registrar import RegisteredServer, RegistrarConfig
 from kvferry.http.server.http_server import HttpServer, OnListening, signals_end
 from kvferry.http.server.routes import Route, Routes
+
+MakePage = Callable[[ServerContext], Sequence[Route]]
+"""The page is a room above the engine's, which gives it its own routes."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,10 @@ def build_app(
     *,
     seed: int | None = None,
     clock: Clock = SYSTEM_CLOCK,
+    page: MakePage | None = None,
 ) -> App:
-    """The OpenAI server of one engine. `seed`: for requests without one; None: a random one for each."""
+    """The OpenAI server of one engine. `seed`: for requests without one; None: a random one for each. `page`: creates
+    the routes of the page at `/`."""
     context = ServerContext(engine_client, config or ServerConfig(), seed=seed, clock=clock)
     chat, utilities = chat_route(context), UtilityRoutes(context)
     translator = Translator(ResponseStore(None, clock), clock)
@@ -48,6 +54,7 @@ def build_app(
         Route("POST", "/v1/chat/completions", chat.handle),
         *utilities.routes(),
         *DialectRoutes(translator, chat.answer, utilities.send_tokens).routes(),
+        *(() if page is None else page(context)),
     ]
     return App(context, Routes(routes, explain=explain_path))
 
@@ -60,6 +67,7 @@ async def serve(
     on_listening: OnListening | None = None,
     handle_signals: bool = True,
     registrar: RegistrarConfig | None = None,
+    page: MakePage | None = None,
 ) -> None:
     """Serve an engine until the process is stopped (`shutdown_signals`). The caller closes the engine.
 
@@ -71,6 +79,6 @@ async def serve(
     async def healthy() -> bool:
         return engine_client.healthy
 
-    server = RegisteredServer(build_app(engine_client, config, seed=seed).server(), registrar, healthy)
+    server = RegisteredServer(build_app(engine_client, config, seed=seed, page=page).server(), registrar, healthy)
     with signals_end(server) if handle_signals else nullcontext():
         await server.run(on_listening)

@@ -12,6 +12,7 @@ import msgspec
 from kvferry.api import answers
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from kvferry.core.messages.hand_off import TokenLogprobs
+from kvferry.core.messages.timeline import since_arrival
 from kvferry.engine.server.assembly import Delta
 from kvferry.engine.server.parameters import num_logprobs
 from kvferry.engine.server.planning import Plan
@@ -132,7 +133,11 @@ class AnswerWriter(ABC):
     def _closing_fields(self) -> dict[str, Any]:
         """The fields at the end of the answer: the ticket of a hand-off, and the timeline if requested."""
         timeline = self.generation.timeline if self._returns_timeline else None
-        return {"kv_transfer_params": self.generation.ticket, "timeline": timeline}
+        return {
+            "kv_transfer_params": self.generation.ticket,
+            "timeline": timeline,
+            "timeline_ms": None if timeline is None else since_arrival(timeline),
+        }
 
     def _prompt_logprobs(self, delta: Delta) -> answers.PromptLogprobs | None:
         if self._num_prompt_logprobs is None or delta.prompt_logprobs is None:

@@ -122,6 +122,7 @@ class RouterClient:
                 "url": instance.url,
                 "bootstrap_port": instance.bootstrap_port,
                 "unit": instance.unit,
+                "revision": instance.revision,
                 "draining": instance.name in leaving,
             }
             for instance in instances

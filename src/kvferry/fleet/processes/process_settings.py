@@ -31,7 +31,8 @@ Document = TypeVar("Document", bound=Settings)
 
 
 class InstanceProcess(Settings, frozen=True, kw_only=True, tag="instance"):
-    """One instance of kvferry's own engine. `instance.kv_transfer_config` is the instance's own, with its role."""
+    """One instance of kvferry's own engine. `instance.kv_transfer_config` is the instance's own, with its role;
+    `page_tick_s`: seconds between two updates of its page at `/`, None without one."""
 
     role: InstanceRole
     engine: EngineConfig
@@ -40,6 +41,7 @@ class InstanceProcess(Settings, frozen=True, kw_only=True, tag="instance"):
     log: LogConfig = LogConfig()
     access: HttpAccess = HttpAccess()
     limits: HttpLimits = HttpLimits()
+    page_tick_s: float | None = None
 
     @property
     def title(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -100,6 +101,7 @@ def _run_instance(settings: InstanceProcess, reporter: Reporter) -> int:
         on_ready=reporter.ready,
         auth_token=token,
         registrar=registrar,
+        page=None if settings.page_tick_s is None else partial(_instance_page, tick_s=settings.page_tick_s),
         beside=_in_dynamo(in_dynamo, role, settings.engine.model),
     )
     return code
@@ -128,17 +130,23 @@ def _run_router(settings: RouterProcess, reporter: Reporter) -> int:
         http,
         settings.instance_access,
         group=settings.group,
-        page=_page,
+        page=partial(_router_page, has_chat=settings.access.admin_port is None),
         on_ready=reporter.ready,
     )
 
 
-def _page(router: Any, siblings: Any) -> list[Route]:
+def _instance_page(context: Any, tick_s: float) -> list[Route]:
+    from kvferry.dashboard.instance_page import page_of_instance
+
+    return page_of_instance(context, tick_s)
+
+
+def _router_page(router: Any, siblings: Any, *, has_chat: bool) -> list[Route]:
     """The page of a router, with the fleet's sentence about its requests."""
     from kvferry.dashboard.router_page import page_of_router
     from kvferry.fleet.scaling.page_verdict import judge
 
-    return page_of_router(router, siblings, judge)
+    return page_of_router(router, siblings, judge, has_chat=has_chat)
 
 
 def _run_rank(settings: JoiningRankProcess) -> int:

@@ -46,13 +46,14 @@ class Remove(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DeclaredInstance(msgspec.Struct, forbid_unknown_fields=True):
-    """An instance of a fleet. `unit`: it hands off within this unit only."""
+    """An instance of a fleet. `unit`: it hands off within this unit only; `revision` names its settings."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
     role: LegRole
     url: Text
     bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     unit: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    revision: Annotated[str, msgspec.Meta(max_length=128)] = ""
     draining: bool = False
 
 

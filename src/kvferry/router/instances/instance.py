@@ -196,6 +196,8 @@ class Instance:
         """Its number, the same in all routers of a port."""
         self.unit = unit
         """Hand-offs stay within a unit."""
+        self.settings_revision = ""
+        """Names its settings in its fleet; empty outside of one."""
         self.state = InstanceState.NEW
         self.checks = HealthChecks()
         self.remove_when_drained = False

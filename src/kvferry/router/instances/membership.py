@@ -8,6 +8,7 @@ count of each router of this port and by the instance's metrics. The routers of 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections import Counter
@@ -39,7 +40,7 @@ _BUSY = re.compile(
 )
 """Running requests and KV kept for other instances, in the metrics of kvferry, vLLM and SGLang."""
 
-_PLAN = "fleet plan"
+_PLAN, _REVISIONS = "fleet plan", "fleet revisions"
 _LINE = re.compile(r"(prefill|decode)\s+(\S+)(?:\s+(\d{1,5}))?")
 
 InstanceList = dict[str, tuple[LegRole, int]]
@@ -55,6 +56,7 @@ class Declared:
     url: str
     bootstrap_port: int | None = None
     unit: str = ""
+    revision: str = ""
     draining: bool = False
 
 
@@ -166,7 +168,9 @@ class Membership:
             if duplicates:
                 raise InstanceConflict(f"two instances have the {property_name} {duplicates[0][:200]!r}")
         with self._changing():
-            self._store_plan(plan)
+            self._store_fact(_PLAN, plan)
+            revisions = {entry.name: entry.revision for entry in declared if entry.revision}
+            self._store_fact(_REVISIONS, json.dumps(revisions))
             rows = [row for row in self._state.members() if row.declared]
             for row in rows:
                 if row.url not in urls:
@@ -177,11 +181,11 @@ class Membership:
     def set_plan(self, plan: str) -> None:
         """Replace the fleet's plan only, as `declare` does."""
         with self._changing():
-            self._store_plan(plan)
+            self._store_fact(_PLAN, plan)
 
-    def _store_plan(self, plan: str) -> None:
-        if plan != self._state.get_fact(_PLAN):
-            self._state.set_fact(_PLAN, plan)
+    def _store_fact(self, name: str, value: str) -> None:
+        if value != self._state.get_fact(name):
+            self._state.set_fact(name, value)
 
     def _declare(self, declared: Declared, url: str, rows: Sequence[MemberRow]) -> None:
         """Declare one instance. `rows`: its earlier declarations, one per role. A drained instance stays drained until
@@ -282,6 +286,7 @@ class Membership:
     def follow(self) -> None:
         """Update the pools from the shared members."""
         self._pools.shared_plan.follow(self._state.get_fact(_PLAN))
+        revisions = json.loads(self._state.get_fact(_REVISIONS) or "{}")
         remaining = {instance.member: instance for instance in self._pools}
         by_url = {instance.url: instance for instance in remaining.values()}
         for row in self._state.members():
@@ -295,7 +300,7 @@ class Membership:
                     unit=row.unit,
                     predecessor=by_url.get(row.url),
                 )
-            instance.name = row.name
+            instance.name, instance.settings_revision = row.name, revisions.get(row.name, "")
             if row.draining:
                 self._pools.retire(instance)
                 instance.remove_when_drained = row.remove_when_drained
