@@ -42,7 +42,7 @@ _HISTOGRAMS = {
 }
 _STORE = rb"kvferry:connector_(?:\d_)?(?:tier(\d)_)?(kept_bytes|healthy|loaded_blocks_total)"
 _ALL_TIERS = -1
-"""Level of samples without one: those of the only tier, or the sum of several, which have their own too."""
+"""The level of samples that name none: of the only tier, or of the sum of several."""
 _TIER = re.compile(_STORE)
 _LINE = re.compile(
     rb"^(?P<name>%b|%b)(?:\{(?P<labels>[^}\n]*)\})? (?P<value>[0-9eE.+-]{1,32})$"

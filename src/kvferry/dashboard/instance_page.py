@@ -17,7 +17,7 @@ _NAME = "this instance"
 
 
 class InstanceSource:
-    """An instance's view of itself; its latencies and rates are those of its metrics."""
+    """An instance's view of itself; its latencies and rates come from its metrics."""
 
     kind = "instance"
 
@@ -46,7 +46,7 @@ class InstanceSource:
         return {_NAME: None}
 
     async def plan(self) -> FleetPlan | None:
-        """None: no fleet's controller is told of this instance."""
+        """None, as no fleet's controller plans it."""
         return None
 
     async def models(self) -> list[str]:

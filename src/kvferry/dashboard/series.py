@@ -109,7 +109,7 @@ def _counters(point: Point, figures: Figures, seconds: float) -> None:
 
 
 def _requests_of_metrics(point: Point, figures: Figures, seconds: float) -> None:
-    """Rates and times of requests that no router has seen: those of an instance of its own."""
+    """Set the rates and times of requests that no router has seen, as with an instance of its own."""
     values = figures.values
     for name, share in (("ttft_p50", 0.5), ("ttft_p99", 0.99)):
         first_s = quantile(figures.ttft, share)
