@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from kvferry.engine.server.assembly import Detokenizer
+from kvferry.core.request import EngineOutput
+from kvferry.engine.server.assembly import ChoiceAssembler, Detokenizer, TextOptions
 from kvferry.engine.server.text_codec import TokenTexts
 from support.examples import examples
 
@@ -112,3 +113,16 @@ def test_token_texts_keep_spaces_and_bytes(backend: Any, metaspace: Tokenizer, b
     texts = TokenTexts(metaspace)
     assert (texts.name(2), texts.raw(2)) == (" world", b" world")
     assert (texts.name(5 + 0xC3), texts.raw(5 + 0xC3)) == ("bytes:\\xc3", b"\xc3")
+
+
+def test_hidden_tokens_leave_the_text_as_it_is_without_a_parser(metaspace: Tokenizer) -> None:
+    backend = Tokenizer.from_str(metaspace.to_str())
+    backend.add_special_tokens([AddedToken("<|assistant|>", special=True)])
+    special = backend.token_to_id("<|assistant|>")
+    answer = [1, special, 2, 3, special]
+    texts = []
+    for options in (TextOptions(), TextOptions(skip_special_tokens=False, hidden_tokens=frozenset([special]))):
+        assembler = ChoiceAssembler(0, backend, [special], options)
+        delta = assembler.feed(EngineOutput(request_id="", token_ids=answer, finish_reason="length"))
+        texts.append(delta.text)
+    assert texts == ["hello worlda"] * 2

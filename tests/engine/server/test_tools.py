@@ -106,7 +106,7 @@ async def test_calls_reasoning_and_content_are_told_apart() -> None:
     assert functions(choice) == [("get_weather", {"city": "Zürich"}), ("get_time", {})]
     assert {entry["type"] for entry in message["tool_calls"]} == {"function"}
     assert message["reasoning"] == message["reasoning_content"] == "\nwhere?"
-    assert message["content"] == "\n\nLet me look."
+    assert message["content"] == "\n\nLet me look.\n"
 
 
 async def test_an_answer_of_calls_alone_has_no_content() -> None:
@@ -294,6 +294,7 @@ async def test_strict_arguments_are_valid_where_no_call_is_forced() -> None:
     async with asking("hi", tokenizer=tokenizer) as asker:
         for text, is_good in (
             (call(), True),
+            (" and ".join([call()] * 20), True),
             ("hi <|x|> " + call() + "\n" + call() + " bye", True),
             ("hi", True),
             (call(arguments='{"city": 1}'), False),

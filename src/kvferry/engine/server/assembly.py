@@ -171,7 +171,8 @@ class ChoiceAssembler:
         self.index = index
         self._options = options
         self._reader = reader
-        self._detokenizer = Detokenizer(backend, prompt, skip_special_tokens=options.skip_special_tokens)
+        context = [token for token in prompt[-CONTEXT_TOKENS:] if token not in options.hidden_tokens]
+        self._detokenizer = Detokenizer(backend, context, skip_special_tokens=options.skip_special_tokens)
         self._stop_strings = StopStrings(options.stops, include=options.include_stop)
         self._started = False
         self._num_tokens = 0

@@ -14,6 +14,7 @@ from kvferry.core.structured_outputs import AnswerGrammar, CallableFunction, Cal
 from kvferry.engine.server.output_parsers.answer_reader import AnswerReader, CallIds
 from kvferry.engine.server.output_parsers.table import AnswerFormat, OutputParsers
 from kvferry.engine.server.prompts import Prompt
+from kvferry.engine.structured.library import can_constrain
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class ChatAnswers:
         prompt = hashlib.sha256(tokens.tobytes()).hexdigest()
         key = f"{self.answer_id} {prompt} {seed} {index}".encode()
         ids = CallIds(key, is_short=self.format.has_short_ids)
-        return AnswerReader(parser, ids, max_calls=None if self.tool_use.parallel else 1)
+        may_call = self.tool_use.mode != "none"
+        return AnswerReader(parser, ids, may_call=may_call, max_calls=None if self.tool_use.parallel else 1)
 
 
 def chat_answers(parsers: OutputParsers, body: ChatCompletionRequest, prompt: Prompt, answer_id: str) -> ChatAnswers:
@@ -78,7 +80,8 @@ def _continued(body: ChatCompletionRequest) -> str | None:
 def _calls(use: ToolUse, answer_format: AnswerFormat, *, is_forced: bool, parsers: OutputParsers) -> Calls | None:
     """The grammar of calls: of all if they are forced, else if one is strict and free text can be told from calls."""
     form = answer_format.form
-    if form is None or not (is_forced or (_any_strict(use) and parsers.is_token(form.begin or form.call[0]))):
+    can_be_strict = form is not None and parsers.is_token(form.begin or form.call[0]) and can_constrain()
+    if form is None or not (is_forced or (_any_strict(use) and can_be_strict)):
         return None
     is_required = use.mode == "required"
     functions = tuple(

@@ -242,13 +242,14 @@ class _ChildBuilder:
         return sampling
 
     def _text_options(self, sampling: SamplingParams) -> TextOptions:
-        skips, is_parsed = self.body.skip_special_tokens is not False, self.answers is not None
+        skips = self.body.skip_special_tokens is not False
+        is_parsed = self.answers is not None and bool(self.answers.format.stages)
         return TextOptions(
             stops=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
             min_tokens=sampling.min_tokens,
             skip_special_tokens=skips and not is_parsed,
-            hidden_tokens=self.answers.format.hidden_tokens if skips and self.answers is not None else frozenset(),
+            hidden_tokens=self.answers.format.hidden_tokens if skips and self.answers else frozenset(),
         )
 
     def _deadline(self) -> float | None:

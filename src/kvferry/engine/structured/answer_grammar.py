@@ -49,7 +49,7 @@ class AnswerGrammarWriter:
             start += text if grammar.calls is None else f"({text} | calls)"
         elif grammar.calls is not None:
             reserved += self._pieces(grammar.calls.form.begin or grammar.calls.form.call[0])[:1]
-            start += "calls" if grammar.calls.required else "free (calls free)?"
+            start += "calls" if grammar.calls.required else f"free (calls free){'*' if grammar.calls.parallel else '?'}"
         else:
             start = start.removesuffix("spaces ") + "free"
         if "free" in start:

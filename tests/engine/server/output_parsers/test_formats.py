@@ -96,11 +96,11 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 @pytest.mark.parametrize("name", list(CALLS))
 def test_two_calls_are_read(name: str) -> None:
     server = parsers(name.partition(",")[0])
-    for before, after in (("", ""), ("Let me see.", ""), ("", "\n")):
-        if before and name == "llama3_json":
+    for before, after in (("", ""), ("Let me see. ", ""), ("", "\n"), ("\n", "")):
+        if before.strip() and name == "llama3_json":
             continue
         content, reasoning, calls = read(server, [before + CALLS[name] + after])
-        assert (content, reasoning) == (before, "")
+        assert (content, reasoning) == (before if before.strip() else "", "")
         assert [(call.index, call.name) for call in calls] == [(0, "get_weather"), (1, "f")]
         assert [json.loads(call.arguments) for call in calls] == [NASTY, {"days": 1}]
         assert len({call.id for call in calls}) == 2
@@ -184,6 +184,12 @@ def test_types_of_arguments_come_from_the_schema_where_the_format_has_none() -> 
         2
     ]
     assert json.loads(call.arguments) == {"days": "17"}
+
+
+def test_llamas_write_either_name_of_the_arguments() -> None:
+    text = '{"name": "f", "arguments": {"days": 1}};{"name": "f", "arguments": {}}'
+    _, _, calls = read(SERVERS["llama3_json"], [text])
+    assert [json.loads(call.arguments) for call in calls] == [{"days": 1}, {}]
 
 
 def test_ids_of_the_model_are_used_once() -> None:

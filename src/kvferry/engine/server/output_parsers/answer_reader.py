@@ -42,20 +42,23 @@ class CallIds:
 
 
 class AnswerReader:
-    """Divides one choice's text into reasoning, content and calls. `max_calls`: the choice ends after as many.
-    Whitespace around calls is no content."""
+    """Divides one choice's text into reasoning, content and calls. `may_call`: it may have calls, and whitespace that is
+    alone before, between or after them is no content. `max_calls`: the choice ends after as many."""
 
     max_id: ClassVar[int] = 256
     """Longest id of the model's own that is used."""
 
-    def __init__(self, parser: OutputParser, ids: CallIds, *, max_calls: int | None = None) -> None:
+    def __init__(
+        self, parser: OutputParser, ids: CallIds, *, may_call: bool = True, max_calls: int | None = None
+    ) -> None:
         self._parser = parser
         self._ids = ids
         self._max_calls = max_calls
         self._used_ids: set[str] = set()
-        self._follows_call = False
+        self._holds_spaces = may_call
+        """True before the first text, and after a call."""
         self._spaces = ""
-        """Whitespace after a call, which is content only if text follows."""
+        """Whitespace that is content only if text follows."""
 
     @property
     def has_calls(self) -> bool:
@@ -73,7 +76,12 @@ class AnswerReader:
 
     def finish(self) -> list[AnswerPart]:
         """The rest, at the end of the text."""
-        return [] if self.is_complete else self._read(self._parser.finish())
+        if self.is_complete:
+            return []
+        rest = self._read(self._parser.finish())
+        if self._spaces and not self.has_calls:
+            rest.append(ParsedText("content", self._spaces))
+        return rest
 
     def _read(self, parts: Iterable[Part]) -> list[AnswerPart]:
         read: list[AnswerPart] = []
@@ -82,12 +90,12 @@ class AnswerReader:
                 break
             if isinstance(part, ParsedCall):
                 read.append(self._numbered(part))
-                self._follows_call, self._spaces = True, ""
-            elif part.kind == "content" and self._follows_call and not part.text.strip():
+                self._holds_spaces, self._spaces = True, ""
+            elif part.kind == "content" and self._holds_spaces and not part.text.strip():
                 self._spaces += part.text
             elif part.kind == "content":
                 read.append(ParsedText("content", self._spaces + part.text))
-                self._follows_call, self._spaces = False, ""
+                self._holds_spaces, self._spaces = False, ""
             else:
                 read.append(part)
         return read

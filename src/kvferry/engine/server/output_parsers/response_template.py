@@ -22,6 +22,7 @@ from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, 
 _IMPLICIT = "content_between_regions"
 _NO_ANCHOR = "\0"
 _OPEN = "kvferry_open"
+_SEPARATORS = re.compile(r"[;\s]*")
 _MAX_SPACES = r"\s{0,16}"
 _NOT_A_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Raised by transformers, and below, for text that is no call."""
@@ -232,14 +233,18 @@ class TemplateParser(OutputParser):
         return [ParsedText("content", rest)] if rest else []
 
     def _calls(self, name: str, region: str) -> list[Part]:
-        """The calls in a region; the region as content, if it has none."""
-        try:
-            pieces = _objects(region) if self._template.sequence else [region]
-            calls = [call for piece in pieces for call in self._read(name, piece)]
-        except _NOT_A_CALL:
-            return [ParsedText("content", region)]
-        self._has_called = True
-        return [*calls]
+        """The calls in a region, with the whitespace before it; the region as content, if it has none. It is read as
+        the field that began it, else as any other that fits."""
+        for field_name in dict.fromkeys((name, *self._template.calls)):
+            try:
+                pieces = _objects(region) if self._template.sequence else [region]
+                calls = [call for piece in pieces for call in self._read(field_name, piece)]
+            except _NOT_A_CALL:
+                continue
+            self._has_called = True
+            spaces = region[: len(region) - len(region.lstrip())]
+            return [*([ParsedText("content", spaces)] if spaces else []), *calls]
+        return [ParsedText("content", region)]
 
     def _read(self, name: str, region: str) -> list[ParsedCall]:
         is_typed = self._template.fields[name].get("content") == "json"
@@ -259,7 +264,8 @@ def _objects(text: str) -> Iterator[str]:
         begin = end
         _, end = decoder.raw_decode(text, begin)
         yield text[begin:end]
-        end += len(text[end:]) - len(text[end:].lstrip("; \t\r\n"))
+        separators = _SEPARATORS.match(text, end)
+        end = end if separators is None else separators.end()
 
 
 def _call(value: Any) -> ParsedCall:

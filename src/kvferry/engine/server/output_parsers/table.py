@@ -136,6 +136,9 @@ class OutputParsers:
         return any(text.startswith(token) for token in self._added if token)
 
     def _hidden(self, entries: Sequence[ParserEntry]) -> frozenset[int]:
+        """The special tokens that no parser must see; without a parser, the detokenizer itself skips them."""
+        if not entries:
+            return frozenset()
         return frozenset(
             token_id for token_id, text in self._special.items() if not any(entry.sees(text) for entry in entries)
         )
