@@ -112,6 +112,12 @@ def _function(tool: Any, field: str) -> FunctionDefinition:
         function = msgspec.convert(tool, ChatTool).function
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{field}: {error}", param=field) from error
+    kind = (function.parameters or {}).get("type", "object")
+    if kind != "object":
+        raise InvalidRequest(
+            f"{field}.function.parameters.type must be 'object': arguments are an object",
+            param=f"{field}.function.parameters.type",
+        )
     if not _NAME.fullmatch(function.name):
         raise InvalidRequest(
             f"{field}.function.name must be 1 to 256 letters, digits or any of _ . : / -",

@@ -354,6 +354,10 @@ async def test_a_thought_has_a_budget() -> None:
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0]"),
         ({"tools": [CLOCK, CLOCK]}, "tools"),
         (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools[0].function.parameters.type",
+        ),
+        (
             {
                 "tools": [{"type": "function", "function": {"name": "f"}}],
                 "tool_choice": {"type": "function", "function": {"name": "g"}},

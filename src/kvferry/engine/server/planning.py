@@ -43,6 +43,10 @@ _OLDEST_STAMP_S = 24 * 3600.0
 """Max age of time stamps: older ones are forged or come from a wrong clock, and would distort the metrics."""
 
 
+_MANY_TOOLS = 32
+"""More tools than this are read in a thread."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The sequences that answer one request: `num_choices` for each prompt. `shows_answer` False: only the prompt is
@@ -91,7 +95,7 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     for prompt, keys in zip(prompts, transfer_params, strict=True):
         if keys is not None:
             keys.num_prefix_tokens(prompt.token_ids)
-    answers = _chat_answers(context, body, prompts, answer_id)
+    answers = await _chat_answers(context, body, prompts, answer_id)
     builder = _ChildBuilder(
         context, body, length, engine_id, hand_off, timeline, continuation, await _bad_words(context, body), answers
     )
@@ -256,14 +260,15 @@ class _ChildBuilder:
         return None if self.body.timeout is None else self.context.clock.monotonic() + self.body.timeout
 
 
-def _chat_answers(
+async def _chat_answers(
     context: ServerContext, body: GenerationRequest, prompts: Sequence[Prompt], answer_id: str
 ) -> ChatAnswers | None:
     """The answers that a chat request asks for; None for a completion."""
     if not isinstance(body, ChatCompletionRequest):
         return None
     (prompt,) = prompts
-    return chat_answers(context.parsers, body, prompt, answer_id)
+    is_large = len(body.tools or ()) > _MANY_TOOLS
+    return await context.codec.off_loop.run_if(is_large, chat_answers, context.parsers, body, prompt, answer_id)
 
 
 async def _prompts(

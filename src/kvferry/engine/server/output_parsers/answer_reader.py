@@ -42,8 +42,8 @@ class CallIds:
 
 
 class AnswerReader:
-    """Divides one choice's text into reasoning, content and calls. `may_call`: it may have calls, and whitespace that is
-    alone before, between or after them is no content. `max_calls`: the choice ends after as many."""
+    """Divides one choice's text into reasoning, content and calls. `may_call`: it may have calls, and whitespace alone
+    before, between or after them is no content. `max_calls`: the choice ends after as many."""
 
     max_id: ClassVar[int] = 256
     """Longest id of the model's own that is used."""
