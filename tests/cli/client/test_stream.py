@@ -49,6 +49,18 @@ async def test_unknown_events_are_passed_over() -> None:
     assert len(reply.gaps_s) == 1
 
 
+@pytest.mark.parametrize("name", [b"reasoning", b"reasoning_content"])
+async def test_reasoning_is_shown_and_is_no_part_of_the_text(name: bytes) -> None:
+    shown: list[str] = []
+    app = streams(
+        b'data: {"choices": [{"delta": {"' + name + b'": "hm "}}]}\n\n',
+        b'data: {"choices": [{"delta": {"content": "yes"}}]}\n\ndata: [DONE]\n\n',
+    )
+    async with serving(app) as url, OpenAIClient(url, timeout_s=5.0) as client:
+        reply = await client.stream(COMPLETIONS_PATH, {"prompt": "x"}, shown.append)
+    assert (reply.text, shown, len(reply.gaps_s)) == ("yes", ["hm ", "yes"], 1)
+
+
 async def test_an_error_in_the_stream_is_the_answers() -> None:
     reply = await ask(streams(b'data: {"choices": [{"text": "a"}]}\n\n', b'data: {"error": {"message": "lost"}}\n\n'))
     assert (reply.text, reply.error) == ("a", "lost")

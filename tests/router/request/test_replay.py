@@ -203,3 +203,72 @@ async def test_what_does_not_repeat_itself_ends_with_an_error(fields: dict[str, 
     async with instances(bad, good), routing([], [bad.url, good.url]) as (_, url):
         assert (await ask(url, {**BODY, **fields}))[-1]["error"]["code"] == "instance_lost"
     assert not good.calls
+
+
+def calling(sizes: list[int], created: int, cut_after: int | None = None, *, other: str = "") -> Any:
+    """As vLLM calls two functions: each call's id and name first, then its arguments in pieces; ids are random."""
+    head = {"id": "cmpl-1", "created": created, "model": "m"}
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, {"reasoning": "so"}, {"content": "Look: "}]
+    for index, (name, arguments) in enumerate((("get_weather", '{"city": "Zürich"}'), ("get_time", "{}"))):
+        first = {"index": index, "id": f"call-{created}-{index}", "type": "function"}
+        deltas.append({"tool_calls": [{**first, "function": {"name": name, "arguments": ""}}]})
+        arguments += other
+        size = sizes[index % len(sizes)]
+        for begin in range(0, len(arguments), size):
+            piece = {"index": index, "function": {"arguments": arguments[begin : begin + size]}}
+            deltas.append({"tool_calls": [piece]})
+    events: list[dict[str, Any]] = [
+        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+    ]
+    events.append({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    written = [b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n" for event in events]
+    written.append(b"data: [DONE]\n\n")
+
+    async def answer(peer: Peer, request: Request, body: Any) -> Response:
+        if cut_after is not None:
+            return Cut(written[:cut_after])
+        return StreamingResponse(each(written), media_type="text/event-stream")
+
+    return answer
+
+
+def message_of(events: list[Any]) -> Any:
+    """What a client makes of a stream: the calls by their number, their ids, texts and the finish reason."""
+    texts: dict[str, str] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        (choice,) = event["choices"]
+        delta = choice["delta"]
+        for name in ("reasoning", "content"):
+            texts[name] = texts.get(name, "") + delta.get(name, "")
+        for part in delta.get("tool_calls", ()):
+            call = calls.setdefault(part["index"], {"id": [], "name": "", "arguments": ""})
+            call["id"] += [part["id"]] if "id" in part else []
+            for name in ("name", "arguments"):
+                call[name] += part.get("function", {}).get(name, "")
+    return texts, calls, events[-1]["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize("sizes", [[3], [5, 1], [40]])
+async def test_calls_go_on_with_the_ids_that_the_client_has(sizes: list[int]) -> None:
+    async with instances(one := a_vllm(calling([3], 7))), routing([], [one.url]) as (_, url):
+        events = await ask(url, CHAT)
+    texts, calls, finish_reason = message_of(events)
+    assert [call["id"] for call in calls.values()] == [["call-7-0"], ["call-7-1"]]
+    for after in range(1, len(events)):
+        bad, good = a_vllm(calling([3], 7, cut_after=after)), a_vllm(calling(sizes, 8))
+        async with instances(bad, good), routing([], [bad.url, good.url]) as (_, url):
+            found_texts, found, found_reason = message_of(await ask(url, CHAT))
+        assert (found_texts, found_reason) == (texts, finish_reason), after
+        assert [{**call, "id": len(call["id"])} for call in found.values()] == [
+            {**call, "id": 1} for call in calls.values()
+        ], after
+
+
+async def test_other_calls_are_not_glued_to_the_first() -> None:
+    bad, other = a_vllm(calling([3], 7, cut_after=7)), a_vllm(calling([3], 8))
+    async with instances(bad, other), routing([], [bad.url, other.url]) as (_, url):
+        assert "error" not in (await ask(url, CHAT))[-1]
+    bad, other = a_vllm(calling([3], 7, cut_after=12, other="x")), a_vllm(calling([3], 8))
+    async with instances(bad, other), routing([], [bad.url, other.url]) as (_, url):
+        assert (await ask(url, CHAT))[-1]["error"]["code"] == "instance_lost"

@@ -25,9 +25,10 @@ _NO_CHOICES = b'"choices":[]'
 _CONTENT_EVENTS = Pattern(_DATA, "all", (_FINISHED, _NO_CHOICES, ERROR_EVENT, _DONE))
 
 
-_TEXTS = ("text", "content", "reasoning", "reasoning_content")
+_TEXTS = ("text", "content", "reasoning", "reasoning_content", "name", "arguments")
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset", "content", "token_ids")
-_ONCE = ("role", "prompt_token_ids", "prompt_logprobs")
+_ONCE = ("role", "prompt_token_ids", "prompt_logprobs", "id", "type")
+"""Fields that come once, in a choice's or a call's first event. Calls have other ids in each answer of vLLM."""
 
 
 class Replay(ResumableStream):
@@ -130,28 +131,30 @@ class Replay(ResumableStream):
 
 
 class _ChoiceState:
-    """The texts of choices and the lengths of their lists, by the choice's number and by the field's name."""
+    """The texts of choices and the lengths of their lists, by the choice's number and by the field's name, with the
+    call's number for fields of a call."""
 
     def __init__(self) -> None:
         self.texts: dict[tuple[int, str], str] = {}
         self.lengths: dict[tuple[int, str], int] = {}
-        self.begun: set[int] = set()
+        self.begun: set[tuple[int, str]] = set()
+        """Choices, and calls of choices."""
         self.finished: set[int] = set()
         self.is_unreadable = False
 
     def add(self, event: dict[str, Any]) -> None:
         """Add an event."""
-        for number, part in _parts(event):
-            self.begun.add(number)
+        for number, call, part in _parts(event):
+            self.begun.add((number, call))
             if part.get("finish_reason"):
                 self.finished.add(number)
             for name, value in part.items():
-                key = number, name
+                key = number, call + name
                 if name in _TEXTS and isinstance(value, str):
                     self.texts[key] = self.texts.get(key, "") + value
                 elif name in _LISTS and isinstance(value, list):
                     self.lengths[key] = self.lengths.get(key, 0) + len(value)
-                elif name == "tool_calls" and value:
+                elif name == "tool_calls" and value and not _are_calls(value):
                     self.is_unreadable = True
 
     def covers(self, sent: _ChoiceState, numbers: Collection[int] | None = None) -> bool:
@@ -166,8 +169,9 @@ class _ChoiceState:
         lengths, num_characters = {**self.lengths}, {key: len(text) for key, text in self.texts.items()}
         finished = {_number(choice) for choice in _choices(event) if choice.get("finish_reason")}
         whole = json.loads(json.dumps(event))
-        for number, part in _parts(event):
-            self._remove_sent_part(number, part, sent, lengths, num_characters)
+        for number, call, part in _parts(event):
+            self._remove_sent_part(number, call, part, sent, lengths, num_characters)
+        _remove_empty_calls(event)
         self.add(whole)
         if not self.covers(sent, finished):
             raise ValueError("it is shorter than what the client has")
@@ -179,13 +183,14 @@ class _ChoiceState:
     @staticmethod
     def _remove_sent_part(
         number: int,
+        call: str,
         part: dict[str, Any],
         sent: _ChoiceState,
         lengths: dict[tuple[int, str], int],
         num_characters: dict[tuple[int, str], int],
     ) -> None:
         for name in list(part):
-            value, key = part[name], (number, name)
+            value, key = part[name], (number, call + name)
             if name in _TEXTS and isinstance(value, str):
                 begin = num_characters.get(key, 0)
                 old = sent.texts.get(key, "")[begin : begin + len(value)]
@@ -194,17 +199,49 @@ class _ChoiceState:
                 part[name] = value[len(old) :]
             elif name in _LISTS and isinstance(value, list):
                 part[name] = value[max(0, sent.lengths.get(key, 0) - lengths.get(key, 0)) :]
-            elif name in _ONCE and number in sent.begun:
+            elif name in _ONCE and (number, call) in sent.begun:
                 del part[name]
 
 
-def _parts(event: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    """The objects of an event that contain text of a choice, each with the choice's number."""
+def _parts(event: dict[str, Any]) -> list[tuple[int, str, dict[str, Any]]]:
+    """The objects of an event that contain text of a choice, each with the choice's number and the call's name in keys
+    (empty: it is not of a call)."""
     parts_by_choice = []
     for choice in _choices(event):
         parts = [choice, *(choice[name] for name in ("delta", "logprobs") if isinstance(choice.get(name), dict))]
-        parts_by_choice += [(_number(choice), part) for part in parts]
+        parts_by_choice += [(_number(choice), "", part) for part in parts]
+        for call in _calls(choice):
+            name, function = f"tool_calls[{_number(call)}].", call.get("function")
+            parts_by_choice += [(_number(choice), name, part) for part in (call, function) if isinstance(part, dict)]
     return parts_by_choice
+
+
+def _calls(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    delta = choice.get("delta")
+    calls = delta.get("tool_calls") if isinstance(delta, dict) else None
+    return calls if _are_calls(calls) and isinstance(calls, list) else []
+
+
+def _are_calls(value: object) -> bool:
+    """True for a list of objects."""
+    return isinstance(value, list) and all(isinstance(call, dict) for call in value)
+
+
+def _remove_empty_calls(event: dict[str, Any]) -> None:
+    """Remove calls of which the client has all of the event."""
+    for choice in _choices(event):
+        if calls := _calls(choice):
+            for call in calls:
+                if isinstance(function := call.get("function"), dict) and not function.get("name"):
+                    function.pop("name", None)
+            rest = [call for call in calls if call.get("id") or _has_text(call.get("function"))]
+            choice["delta"] |= {"tool_calls": rest}
+            if not rest:
+                del choice["delta"]["tool_calls"]
+
+
+def _has_text(function: object) -> bool:
+    return isinstance(function, dict) and bool(function.get("name") or function.get("arguments"))
 
 
 def _number(choice: dict[str, Any]) -> int:
@@ -221,7 +258,7 @@ def _has_content(event: dict[str, Any]) -> bool:
     if not event.get("choices"):
         return True  # usage
     named = (*_TEXTS, *_LISTS, *_ONCE, "tool_calls")
-    return any(part.get(name) for _, part in _parts(event) for name in named)
+    return any(part.get(name) for _, _, part in _parts(event) for name in named)
 
 
 def _parse(event: bytes) -> dict[str, Any]:
