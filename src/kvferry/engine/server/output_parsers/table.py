@@ -99,12 +99,9 @@ class OutputParsers:
         checkpoint = None if own is None or (tools and reasoning) else _of_checkpoint(own)
         self.tools = _choose("tools", tools, checkpoint, template)
         self.reasoning = _choose("reasoning", reasoning, checkpoint, template)
-        self._added = tuple(tokenizer.get_added_vocab())
-        self._special = {
-            token_id: token.content
-            for token_id, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        self._added = tuple(token.content for token in added.values())
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
 
     def answer_format(
         self,
