@@ -177,6 +177,7 @@ class Router:
             if path in TRANSLATED_PATHS and isinstance(parsed, RequestBody):
                 owner = owner_of(request, services.config.tenant_header)
                 client_request, parsed = await self.endpoints.translate(client_request, parsed, response, owner)
+                slot.take(max(0, len(client_request.body) - len(body)))  # earlier turns come from the store
             if client_request.path in PROMPT_FIELDS:
                 services.chooser.traffic.arrive()
             tenant = self.tenants.find(request.caller.name, request.headers, parsed)
@@ -317,7 +318,7 @@ def build_router(
         max_bytes=config.max_stored_responses_bytes,
         ttl_s=config.stored_response_ttl_s,
     )
-    endpoints = Endpoints(services, Translator(responses, clock))
+    endpoints = Endpoints(services, Translator(responses, clock, config.max_body_bytes))
     return Router(
         services=services,
         admission=admission,

@@ -300,3 +300,25 @@ async def test_a_lost_stream_is_not_stored() -> None:
         events = (await response.read()).decode()
         assert '"type":"error"' in events.split("\n\n")[-2]
         assert router.responses.statistics()["responses"] == 0
+
+
+async def test_a_conversation_is_no_longer_than_a_body_and_counts_as_one() -> None:
+    """Its turns are short, and compressed where they are stored."""
+    num_buffered = []
+
+    async def look(peer: Peer, request: Request, body: Any) -> Response:
+        num_buffered.append(router.admission.num_bytes)
+        return await chat(peer, request, body)
+
+    d = Peer("decode", look)
+    async with instances(d), routing([], [d.url], max_body="64KiB", max_buffered="200KiB") as (router, url):
+        previous, statuses = {}, []
+        for _ in range(8):
+            status, response = await request(url, "POST", "/v1/responses", {"input": "x" * 10_000, **previous})
+            statuses.append(status)
+            previous = {"previous_response_id": response.get("id")} if status == 200 else previous
+        assert statuses == [200] * 6 + [413] * 2
+        assert response["error"]["param"] == "previous_response_id"
+        assert num_buffered == sorted(num_buffered)
+        assert num_buffered[-1] > 60_000
+        assert router.admission.num_bytes == 0

@@ -49,6 +49,8 @@ class ResponsesTranslation(ResponsesErrors, ChatTranslation):
         self._items: list[Item] = []
         """The items so far, of which the last one may be open."""
         self._is_open = False
+        self._pieces: list[str] = []
+        """The text of the open item, or its arguments."""
         self._num_calls = 0
         self._logprobs: list[dict[str, Any]] = []
         """Log-probabilities of tokens whose text is still to come."""
@@ -133,12 +135,15 @@ class ResponsesTranslation(ResponsesErrors, ChatTranslation):
             return b""
         self._is_open = False
         item, position = self._items[-1], self._position()
-        item["status"] = status
+        item["status"], text = status, "".join(self._pieces)
+        self._pieces.clear()
         if item["type"] == "function_call":
+            item["arguments"] = text
             call = {name: item[name] for name in ("name", "arguments")}
             done = self._event("response.function_call_arguments.done", **position, **call)
         else:
             [part] = item["content"]
+            part["text"] = text
             done = self._event(f"response.{part['type']}.done", **position, content_index=0, **_text_of(part))
             done += self._event("response.content_part.done", **position, content_index=0, part=part)
         return done + self._event("response.output_item.done", output_index=position["output_index"], item=item)
@@ -150,11 +155,10 @@ class ResponsesTranslation(ResponsesErrors, ChatTranslation):
         begin = b""
         if not self._is_open or self._items[-1]["type"] != item_type:
             begin = self._open(_message() if item_type == "message" else _reasoning())
-        [part] = self._items[-1]["content"]
-        part["text"] += text
+        self._pieces.append(text)
         values: dict[str, Any] = {"delta": text}
         if part_type == "output_text":
-            part["logprobs"] += logprobs
+            self._items[-1]["content"][0]["logprobs"] += logprobs
             values["logprobs"] = logprobs
         return begin + self._event(f"response.{part_type}.delta", **self._position(), content_index=0, **values)
 
@@ -167,7 +171,7 @@ class ResponsesTranslation(ResponsesErrors, ChatTranslation):
             begin, self._num_calls = self._open(_function_call(call)), number + 1
         if not (arguments := call.function.arguments):
             return begin
-        self._items[-1]["arguments"] += arguments
+        self._pieces.append(arguments)
         return begin + self._event("response.function_call_arguments.delta", **self._position(), delta=arguments)
 
 

@@ -34,6 +34,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.entropy import secret_hex
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.dialects import ResponsesErrors
+from kvferry.core.messages.openai import MAX_BODY_BYTES, BodyTooLarge
 
 TRANSLATED_PATHS = (MESSAGES_PATH, COUNT_TOKENS_PATH, RESPONSES_PATH, INPUT_TOKENS_PATH)
 """The paths of requests that are translated."""
@@ -48,14 +49,15 @@ class PreviousResponseNotFound(InvalidRequest):
 
 
 class Translator:
-    """Translates requests to `TRANSLATED_PATHS`."""
+    """Translates requests to `TRANSLATED_PATHS`. `max_bytes`: of the items of a conversation, which grows with each
+    turn although the requests are short."""
 
-    def __init__(self, responses: ResponseStore, clock: Clock) -> None:
-        self.responses, self._clock = responses, clock
+    def __init__(self, responses: ResponseStore, clock: Clock, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self.responses, self._clock, self._max_bytes = responses, clock, max_bytes
 
     async def translate(self, path: str, raw: bytes, request_id: str, owner: bytes) -> Translated:
-        """Translate a request. `owner`: of its response. Raises `InvalidRequest`, and `Unavailable` if the stored
-        responses cannot be reached."""
+        """Translate a request. `owner`: of its response. Raises `InvalidRequest`, `BodyTooLarge`, and `Unavailable` if
+        the stored responses cannot be reached."""
         size = len(raw)
         match path:
             case "/v1/messages":
@@ -71,7 +73,7 @@ class Translator:
                 counted = await _run(size, lambda: read_input_tokens_request(raw))
                 previous = self._previous(counted, owner)
                 size += 0 if previous is None else len(previous.items) * 8
-                return await _run(size, lambda: _translate_input_tokens(counted, previous, request_id))
+                return await _run(size, lambda: self._translate_input_tokens(counted, previous, request_id))
 
     def _previous(self, request: InputTokensRequest, owner: bytes) -> StoredResponse | None:
         if request.previous_response_id is None:
@@ -89,7 +91,7 @@ class Translator:
         self, request: ResponsesRequest, previous: StoredResponse | None, request_id: str, owner: bytes
     ) -> Translated:
         response_id = f"resp_{secret_hex()}"
-        items = _conversation(request, previous)
+        items = self._conversation(request, previous)
         body = chat_request(request, items)
         session = response_id if previous is None else previous.session
         store = None
@@ -105,22 +107,28 @@ class Translator:
         translation = ResponsesTranslation(request_id, response_id, request, self._clock.wall(), store)
         return Translated(CHAT_PATH, body, translation, request.prompt_cache_key or session)
 
+    def _translate_input_tokens(
+        self, request: InputTokensRequest, previous: StoredResponse | None, request_id: str
+    ) -> Translated:
+        body = msgspec.json.encode(chat_prompt(request, self._conversation(request, previous)))
+        head = {"object": "response.input_tokens"}
+        translation = TokenCountTranslation(
+            request_id, ResponsesErrors(), lambda count: {**head, "input_tokens": count}
+        )
+        return Translated(TOKENIZE_PATH, body, translation)
 
-def _translate_input_tokens(
-    request: InputTokensRequest, previous: StoredResponse | None, request_id: str
-) -> Translated:
-    body = msgspec.json.encode(chat_prompt(request, _conversation(request, previous)))
-    answer = {"object": "response.input_tokens"}
-    translation = TokenCountTranslation(request_id, ResponsesErrors(), lambda count: {**answer, "input_tokens": count})
-    return Translated(TOKENIZE_PATH, body, translation)
-
-
-def _conversation(request: InputTokensRequest, previous: StoredResponse | None) -> list[dict[str, Any]]:
-    """The items of all turns."""
-    own = input_items(request)
-    if previous is None:
-        return own
-    return [*previous.input_items(), *msgspec.json.decode(previous.response)["output"], *own]
+    def _conversation(self, request: InputTokensRequest, previous: StoredResponse | None) -> list[dict[str, Any]]:
+        """The items of all turns. Raises `BodyTooLarge`."""
+        items = input_items(request)
+        if previous is None:
+            return items
+        items = [*previous.input_items(), *msgspec.json.decode(previous.response)["output"], *items]
+        if (size := len(msgspec.json.encode(items))) > self._max_bytes:
+            raise BodyTooLarge(
+                f"the conversation has {size} bytes; at most {self._max_bytes} are accepted",
+                param="previous_response_id",
+            )
+        return items
 
 
 async def _run(size: int, function: Callable[[], Result]) -> Result:
