@@ -6,6 +6,7 @@ The engine's server and the router serve the same document, each with its own ro
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,7 +16,10 @@ import msgspec
 
 from kvferry import __version__
 from kvferry.api import answers, requests
+from kvferry.api.dialects.messages import COUNT_TOKENS_PATH, MESSAGES_PATH, CountTokensRequest, MessagesRequest
+from kvferry.api.dialects.responses import INPUT_TOKENS_PATH, RESPONSES_PATH, InputTokensRequest, ResponsesRequest
 from kvferry.api.other_fields import REFUSED
+from kvferry.core.messages.dialects import AnthropicErrorBody
 from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, RETRY_AFTER_HEADER, ErrorEnvelope
 from kvferry.core.sampling import SamplingParams
@@ -30,7 +34,8 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Operation:
-    """One method of one path. `answer` is a struct, or the schema of a small object; `events` the struct of a chunk."""
+    """One method of one path. `answer` is a struct, or the schema of a small object; `events` the struct of a chunk, or
+    the schema of an event; `error` the body of an error."""
 
     path: str
     method: str
@@ -38,9 +43,10 @@ class Operation:
     summary: str
     body: tuple[type[msgspec.Struct], ...] = ()
     answer: type[msgspec.Struct] | Schema | None = None
-    events: type[msgspec.Struct] | None = None
+    events: type[msgspec.Struct] | Schema | None = None
     examples: dict[str, Any] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
+    error: type[msgspec.Struct] = ErrorEnvelope
 
 
 _GENERATE = (400, 401, 404, 408, 413, 429, 500, 502, 503)
@@ -50,6 +56,32 @@ _READ = (400, 401, 404, 413, 429, 500, 503)
 def _object(**properties: Schema) -> Schema:
     return {"type": "object", "required": list(properties), "properties": properties}
 
+
+_TYPED_EVENT: Schema = {
+    "type": "object",
+    "required": ["event", "data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "contentMediaType": _JSON}},
+    "description": "One server-sent event, where `stream` is true. Its data has the name of the event as `type`.",
+}
+_MESSAGE = _object(
+    id={"type": "string"},
+    type={"const": "message"},
+    role={"const": "assistant"},
+    model={"type": "string"},
+    content={"type": "array", "items": {"type": "object", "required": ["type"]}},
+    stop_reason={"type": ["string", "null"]},
+    stop_sequence={"type": ["string", "null"]},
+    usage={"type": "object", "required": ["input_tokens", "output_tokens"]},
+)
+_RESPONSE = _object(
+    id={"type": "string"},
+    object={"const": "response"},
+    created_at={"type": "integer"},
+    status={"enum": ["completed", "incomplete"]},
+    model={"type": "string"},
+    output={"type": "array", "items": {"type": "object", "required": ["type", "id"]}},
+    usage={"type": "object", "required": ["input_tokens", "output_tokens", "total_tokens"]},
+)
 
 OPERATIONS = (
     Operation(
@@ -85,6 +117,82 @@ OPERATIONS = (
             },
         },
         _GENERATE,
+    ),
+    Operation(
+        MESSAGES_PATH,
+        "post",
+        "createMessage",
+        "Answer a conversation, as Anthropic's API does.",
+        (MessagesRequest,),
+        _MESSAGE,
+        _TYPED_EVENT,
+        {"whole": {"model": "m", "max_tokens": 16, "messages": [{"role": "user", "content": "Where does it go?"}]}},
+        _GENERATE,
+        AnthropicErrorBody,
+    ),
+    Operation(
+        COUNT_TOKENS_PATH,
+        "post",
+        "countMessageTokens",
+        "The number of tokens of a conversation, as Anthropic's API has it.",
+        (CountTokensRequest,),
+        _object(input_tokens={"type": "integer"}),
+        examples={"one": {"model": "m", "messages": [{"role": "user", "content": "Where does it go?"}]}},
+        errors=_READ,
+        error=AnthropicErrorBody,
+    ),
+    Operation(
+        RESPONSES_PATH,
+        "post",
+        "createResponse",
+        "Answer a conversation, whose earlier turns may be stored.",
+        (ResponsesRequest,),
+        _RESPONSE,
+        _TYPED_EVENT,
+        {"whole": {"input": "Where does the ferry go?", "max_output_tokens": 16}},
+        _GENERATE,
+    ),
+    Operation(
+        INPUT_TOKENS_PATH,
+        "post",
+        "countInputTokens",
+        "The number of tokens of a response's input.",
+        (InputTokensRequest,),
+        _object(input_tokens={"type": "integer"}, object={"const": "response.input_tokens"}),
+        examples={"text": {"input": "Where does the ferry go?"}},
+        errors=_READ,
+    ),
+    Operation(
+        f"{RESPONSES_PATH}/{{response_id}}",
+        "get",
+        "getResponse",
+        "A stored response.",
+        answer=_RESPONSE,
+        errors=(400, 404),
+    ),
+    Operation(
+        f"{RESPONSES_PATH}/{{response_id}}",
+        "delete",
+        "deleteResponse",
+        "Delete a stored response.",
+        answer=_object(id={"type": "string"}, deleted={"const": True}),
+        errors=(404,),
+    ),
+    Operation(
+        f"{RESPONSES_PATH}/{{response_id}}/cancel",
+        "post",
+        "cancelResponse",
+        "Refused: only responses in the background can be cancelled.",
+        answer=_RESPONSE,
+        errors=(400, 404),
+    ),
+    Operation(
+        f"{RESPONSES_PATH}/{{response_id}}/input_items",
+        "get",
+        "listInputItems",
+        "The input of a stored response, with earlier turns.",
+        answer=_object(data={"type": "array"}, has_more={"type": "boolean"}, object={"const": "list"}),
+        errors=(400, 404),
     ),
     Operation("/v1/models", "get", "listModels", "The names the model is served under.", answer=answers.ModelList),
     Operation("/v1/models/{model}", "get", "getModel", "One of them.", answer=answers.Model, errors=(404,)),
@@ -214,21 +322,30 @@ def _paths(operations: Collection[Operation]) -> Schema:
 
 
 def _operation(operation: Operation) -> Schema:
-    errors = {str(status): {"$ref": f"#/components/responses/Error{status}"} for status in operation.errors}
+    errors = {str(status): _error_of(operation, status) for status in operation.errors}
     written: Schema = {
         "operationId": operation.name,
         "summary": operation.summary,
         "responses": {
             "200": _success(operation),
             **errors,
-            "default": {"description": "Another error.", "content": {_JSON: {"schema": _schema(ErrorEnvelope)}}},
+            "default": {"description": "Another error.", "content": {_JSON: {"schema": _schema(operation.error)}}},
         },
     }
     if operation.body:
         written["requestBody"] = _request_body(operation)
-    if "{model}" in operation.path:
-        written["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if names := re.findall(r"{(\w+)}", operation.path):
+        written["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     return written
+
+
+def _error_of(operation: Operation, status: int) -> Schema:
+    if operation.error is ErrorEnvelope:
+        return {"$ref": f"#/components/responses/Error{status}"}
+    described = _error(status)
+    return {**described, "content": {_JSON: {"schema": _schema(operation.error)}}}
 
 
 def _request_body(operation: Operation) -> Schema:
@@ -256,7 +373,9 @@ def _success(operation: Operation) -> Schema:
     return {"description": operation.summary, "headers": headers, "content": content}
 
 
-def _event(chunk: type[msgspec.Struct]) -> Schema:
+def _event(chunk: type[msgspec.Struct] | Schema) -> Schema:
+    if isinstance(chunk, dict):
+        return chunk
     payload = {"anyOf": [_schema(chunk), _schema(ErrorEnvelope)]}
     data = {"anyOf": [{"const": "[DONE]"}, {"type": "string", "contentMediaType": _JSON, "contentSchema": payload}]}
     return {
@@ -299,7 +418,7 @@ def _schema(kind: type[msgspec.Struct] | Schema) -> Schema:
 def _schemas(operations: Collection[Operation]) -> Schema:
     kinds: list[Any] = [ErrorEnvelope]
     for operation in operations:
-        types = (*operation.body, operation.answer, operation.events)
+        types = (*operation.body, operation.answer, operation.events, operation.error)
         kinds += [each_type for each_type in types if isinstance(each_type, type) and each_type not in kinds]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     for kind in (requests.CompletionRequest, requests.ChatCompletionRequest):

@@ -72,16 +72,26 @@ class ResponsesErrors(OpenAIErrors):
         return b"event: error\n" + sse_event(msgspec.json.encode(event))
 
 
+class AnthropicError(msgspec.Struct, frozen=True):
+    """The error in Anthropic's error object."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """Anthropic's error object."""
+
+    error: AnthropicError
+    request_id: str
+
+
 class AnthropicErrors:
     """`{"type": "error", "error": {"type": …, "message": …}, "request_id": …}`; in a stream as the event `error`."""
 
     def body(self, error: RequestError, request_id: str) -> bytes:
-        body = {
-            "type": "error",
-            "error": {"type": _anthropic_type(error.status), "message": error_body(error).message},
-            "request_id": request_id,
-        }
-        return msgspec.json.encode(body)
+        content = AnthropicError(_anthropic_type(error.status), error_body(error).message)
+        return msgspec.json.encode(AnthropicErrorBody(content, request_id))
 
     def stream_end(self, error: RequestError, request_id: str) -> bytes:
         return b"event: error\n" + sse_event(self.body(error, request_id))

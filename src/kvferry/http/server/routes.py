@@ -1,7 +1,8 @@
-"""Chooses the handler of a request: exact paths first, then prefixes, then the fallback."""
+"""Chooses the handler of a request: exact paths first, then those with an id, then prefixes, then the fallback."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ leaves without its whole answer, and when the server's grace period ends; it nee
 
 @dataclass(frozen=True)
 class Route:
-    """A route. `path` ends with * for a prefix; the rest is `request.rest`. GET answers HEAD too, without the body."""
+    """A route. `path` ends with * for a prefix, or has a segment `{id}`; the rest or the segment is `request.rest`. GET
+    answers HEAD too, without the body."""
 
     method: str
     path: str
@@ -41,14 +43,18 @@ class Routes:
         self._explain = explain
         self._exact: dict[str, dict[str, Route]] = {}
         self._prefixes: dict[str, dict[str, Route]] = {}
+        self._with_id: dict[str, dict[str, Route]] = {}
+        """Routes by the pattern of their paths."""
         self._fallback = fallback
         for route in routes:
-            table = self._prefixes if route.path.endswith("*") else self._exact
-            table.setdefault(route.path.removesuffix("*"), {})[route.method] = route
+            table, path = (self._prefixes if route.path.endswith("*") else self._exact), route.path.removesuffix("*")
+            if "{id}" in path:
+                table, path = self._with_id, "([^/]+)".join(map(re.escape, path.split("{id}")))
+            table.setdefault(path, {})[route.method] = route
 
     def find(self, request: HttpRequest) -> Route:
         """The route of a request; sets its `rest`. Raises `UnknownRoute` or `MethodNotAllowed`."""
-        methods = self._exact.get(request.path) or self._by_prefix(request)
+        methods = self._exact.get(request.path) or self._by_id(request) or self._by_prefix(request)
         if methods is None:
             if self._fallback is None:
                 raise UnknownRoute(self._explain(request.path) or f"Invalid URL ({request.method} {request.path})")
@@ -57,6 +63,13 @@ class Routes:
         if route is None:
             raise MethodNotAllowed(request.method, request.path, tuple(methods))
         return route
+
+    def _by_id(self, request: HttpRequest) -> dict[str, Route] | None:
+        for pattern, methods in self._with_id.items():
+            if (match := re.fullmatch(pattern, request.path)) is not None:
+                request.rest = match[1]
+                return methods
+        return None
 
     def _by_prefix(self, request: HttpRequest) -> dict[str, Route] | None:
         for prefix, methods in self._prefixes.items():

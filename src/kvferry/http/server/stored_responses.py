@@ -10,7 +10,6 @@ import msgspec
 from kvferry.api.dialects.response_store import ResponseStore, StoredResponse
 from kvferry.api.dialects.responses import RESPONSES_PATH
 from kvferry.core.errors import InvalidRequest, RequestError
-from kvferry.core.messages.openai import UnknownRoute
 from kvferry.http.headers import KEY_HEADERS
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
@@ -48,26 +47,30 @@ class StoredResponses:
 
     def routes(self) -> list[Route]:
         """All routes."""
-        path = f"{RESPONSES_PATH}/*"
-        return [Route("GET", path, self.read), Route("DELETE", path, self.delete), Route("POST", path, self.cancel)]
+        path = f"{RESPONSES_PATH}/{{id}}"
+        return [
+            Route("GET", path, self.read),
+            Route("DELETE", path, self.delete),
+            Route("POST", f"{path}/cancel", self.cancel),
+            Route("GET", f"{path}/input_items", self.list_input),
+        ]
 
-    def _find(self, request: HttpRequest, response_id: str) -> StoredResponse:
-        stored = self._store.get(response_id, owner_of(request, self._tenant_header))
+    def _find(self, request: HttpRequest) -> StoredResponse:
+        stored = self._store.get(request.rest, owner_of(request, self._tenant_header))
         if stored is None:
-            raise _not_found(response_id)
+            raise _not_found(request.rest)
         return stored
 
     async def read(self, request: HttpRequest, response: Response) -> None:
-        """GET /v1/responses/{id}, and the list of its input at /input_items."""
-        response_id, slash, rest = request.rest.partition("/")
-        if slash and rest != "input_items":
-            raise UnknownRoute(f"Invalid URL (GET {request.path[:200]})")
-        stored = self._find(request, response_id)
+        """GET /v1/responses/{id}."""
+        stored = self._find(request)
         if request.parameter("stream", "false") != "false":
             raise InvalidRequest("stream: the events of a response are not stored by this server", param="stream")
-        response.send_json(self._list(request, stored) if slash else stored.response)
+        response.send_json(stored.response)
 
-    def _list(self, request: HttpRequest, stored: StoredResponse) -> bytes:
+    async def list_input(self, request: HttpRequest, response: Response) -> None:
+        """GET /v1/responses/{id}/input_items: a page of its input, with earlier turns."""
+        stored = self._find(request)
         limit, order = request.number("limit", self.default_listed), request.parameter("order", "desc")
         if not 1 <= limit <= self.max_listed:
             raise InvalidRequest(f"limit must be from 1 to {self.max_listed}", param="limit")
@@ -85,7 +88,7 @@ class StoredResponses:
         listed = items[begin : begin + limit]
         ends = {"first_id": listed[0].get("id"), "last_id": listed[-1].get("id")} if listed else {}
         answer = {"object": "list", "data": listed, "has_more": begin + limit < len(items), **ends}
-        return msgspec.json.encode(answer)
+        response.send_json(msgspec.json.encode(answer))
 
     async def delete(self, request: HttpRequest, response: Response) -> None:
         """DELETE /v1/responses/{id}."""
@@ -96,10 +99,7 @@ class StoredResponses:
 
     async def cancel(self, request: HttpRequest, response: Response) -> None:
         """POST /v1/responses/{id}/cancel, which only a response in the background could be."""
-        response_id, _, rest = request.rest.partition("/")
-        if rest != "cancel":
-            raise UnknownRoute(f"Invalid URL (POST {request.path[:200]})")
-        self._find(request, response_id)
+        self._find(request)
         raise InvalidRequest(
             "only responses with background true can be cancelled, which this server does not have; a client that"
             " closes its connection ends its request"
