@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TextIO
+
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
+
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 
 
 def make_bars(*columns: str | ProgressColumn) -> Progress:
     """Progress bars on standard error that vanish at the end; none if it is not a terminal."""
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+class ProgressLines:
+    """Progress as lines, for pipes: one every `every_s` seconds."""
+
+    def __init__(
+        self, what: str, clock: Clock = SYSTEM_CLOCK, stream: TextIO | None = None, every_s: float = 5.0
+    ) -> None:
+        self._what, self._clock, self._every_s = what, clock, every_s
+        self._stream = sys.stderr if stream is None else stream
+        self._last = clock.monotonic()
+
+    def __call__(self, share: float, what: str | None = None) -> None:
+        """`share` of 1 is done; `what` is next."""
+        self._what = what or self._what
+        now = self._clock.monotonic()
+        if now - self._last >= self._every_s:
+            self._last = now
+            self._stream.write(f"kvferry: {self._what}: {100 * share:.0f} %\n")
+            self._stream.flush()

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 Shell = Literal["bash", "zsh", "fish"]
 
 
+_ZSH_END = """
+if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
+  _cyclopts_kvferry "$@"
+else
+  compdef _cyclopts_kvferry kvferry
+fi
+"""
+"""The library's script only defines the function: a file in `fpath` is called by its own name, and one that is read with
+`source` has to register it."""
+
+
 def add_completion(app: App) -> None:
     """Give the command line this command."""
 
@@ -35,7 +46,7 @@ def add_completion(app: App) -> None:
         for name in app:
             if not name.startswith("-"):
                 app[name]  # imports it
-        sys.stdout.write(app.generate_completion(shell=shell))
+        sys.stdout.write(app.generate_completion(shell=shell) + (_ZSH_END if shell == "zsh" else ""))
         return 0
 
     app.command(completion, sort_key=90)

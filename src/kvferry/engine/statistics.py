@@ -18,7 +18,7 @@ class EngineSnapshot:
     scheduler: SchedulerStatistics = field(default_factory=SchedulerStatistics)
     external: ExternalKVStatistics = field(default_factory=ExternalKVStatistics)
     blocks: BlockPoolStatistics = field(default_factory=BlockPoolStatistics)
-    num_steps: int = counter("kvferry:engine_steps", "Steps of the engine.")
+    num_steps: int = counter("kvferry:engine_steps", "Steps in which the engine has computed something.")
     connector: dict[str, float] = field(default_factory=dict)
     """The connector's own statistics, of both sides, by name: counters, except the names in `connector_gauges`."""
     connector_gauges: frozenset[str] = frozenset()

@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 
 from kvferry.core.clock import Clock
 from kvferry.core.messages.timeline import Timeline
+from kvferry.observe.connector_help import connector_help
 from kvferry.observe.metric_fields import MetricSpec, metrics_of, split_metric_name
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # its times are not of our clock
@@ -83,7 +84,7 @@ class EngineMetrics:
         self.registry.register(self._tokens)
         self._ends = self._counter_by_reason("vllm:request_success", "Requests ended, by reason.")
         self._request_prompt_tokens = self._histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS_BUCKETS
+            "vllm:request_prompt_tokens", "Tokens of the prompt of each request.", TOKENS_BUCKETS
         )
         self._request_generation_tokens = self._histogram(
             "vllm:request_generation_tokens", "Tokens generated for a request.", TOKENS_BUCKETS
@@ -220,7 +221,9 @@ class TokenTally(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics in Prometheus' form, with cumulative buckets."""
         names, values = list(self._labels), list(self._labels.values())
-        generated = CounterMetricFamily("vllm:generation_tokens", "Tokens generated.", labels=names)
+        generated = CounterMetricFamily(
+            "vllm:generation_tokens", "Tokens of answers that were generated.", labels=names
+        )
         generated.add_metric(values, self.num_generated)
         yield generated
         between = HistogramMetricFamily(
@@ -232,9 +235,19 @@ class TokenTally(Collector):
 
 
 _SPANS = (
-    ("vllm:request_queue_time_seconds", "In the queue, before prefill.", "prefill_queued", "prefill_started"),
-    ("vllm:request_prefill_time_seconds", "In prefill.", "prefill_started", "prefill_done"),
-    ("vllm:request_decode_time_seconds", "From the first token to the end.", "first_token", "done"),
+    (
+        "vllm:request_queue_time_seconds",
+        "Seconds that requests waited in the queue before prefill.",
+        "prefill_queued",
+        "prefill_started",
+    ),
+    ("vllm:request_prefill_time_seconds", "Seconds that requests were in prefill.", "prefill_started", "prefill_done"),
+    (
+        "vllm:request_decode_time_seconds",
+        "Seconds from the first token of a request to its end.",
+        "first_token",
+        "done",
+    ),
     ("kvferry:request_transfer_time_seconds", "Time of loading a request's KV.", "transfer_started", "transfer_done"),
     (
         "kvferry:request_decode_queue_time_seconds",
@@ -278,8 +291,7 @@ class StatisticsCollector(Collector):
             if name not in families:
                 family = GaugeMetricFamily if figure in now.connector_gauges else CounterMetricFamily
                 metric = "kvferry:connector_" + re.sub(r"\W", "_", name)
-                documentation = f"The connector's own: {name.replace('_', ' ')}."
-                families[name] = family(metric, documentation, labels=self._names("kind"))
+                families[name] = family(metric, connector_help(name), labels=self._names("kind"))
             self._filled(families[name], value, kind)
         yield from families.values()
 

@@ -1,5 +1,5 @@
-"""`kvferry fleet init`: a commented spec that can be applied as it is. Settings of kvferry's own processes, which are
-keys of it too, are in the reference only."""
+"""`kvferry fleet init`: a commented spec that can be applied as it is. Of the settings of kvferry's own processes,
+which are keys of it too, it has those that most users set."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from kvferry.fleet.spec.fleet_spec import (
     Unit,
     fleet_from,
 )
+from kvferry.fleet.spec.keys import ENGINE_KEYS, ROUTER_KEYS, KeyTable
 
 _WIDTH = 78
 _EXAMPLES: Mapping[str, Any] = {
@@ -35,6 +36,9 @@ _EXAMPLES: Mapping[str, Any] = {
     "count": 1,
     "ttft": "2s",
     "itl": "50ms",
+    "api_key_file": "/etc/kvferry/api-keys",
+    "max_model_len": 4096,
+    "kv_cache_memory": "2GiB",
     "members": {"prefill": 1, "decode": 1},
 }
 """Values of keys that have no default, or the default that there is none."""
@@ -88,7 +92,9 @@ def spec_lines(name: str, model: str, path: Path | None = None) -> Iterator[str]
     for role in ("prefill", "decode"):
         yield from _table(f"role.{role}", RoleSpec, {"count": 1}, brief=role != "prefill")
     yield from _table("router", RouterSpec, {"port": 8000})
+    yield from _settings(ROUTER_KEYS)
     yield from _table("engine", EngineSpec, {})
+    yield from _settings(ENGINE_KEYS)
     yield from _table("roll", RollSpec, {})
     yield from _table("failure", FailureSpec, {})
     yield from _table("backend", Backend, {}, without=_ELSEWHERE)
@@ -123,6 +129,14 @@ def _table(
             yield from (f"# {line}" for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False))
         value = values[field.name] if is_set and values is not None else _default(field)
         yield f"{'' if is_set else '# '}{field.name} = {_toml(value)}"
+
+
+def _settings(keys: KeyTable) -> Iterator[str]:
+    """The settings of kvferry's own processes that most users set; the reference has all of them."""
+    for name, (kind, field) in keys.fields().items():
+        if field.common:
+            yield from (f"# {line}" for line in textwrap.wrap(field_help(kind)[name], _WIDTH, break_on_hyphens=False))
+            yield f"# {name} = {_toml(_EXAMPLES[name] if field.default is None else field.default)}"
 
 
 def _default(field: Any) -> Any:

@@ -230,17 +230,23 @@ def _wait_for_end(ledger: Ledger, wait_s: float) -> None:
 # What becomes of it.
 
 
-def _follow(ledger: Ledger, desired: DesiredState, begun: float, wait_s: float) -> int:
+def _follow(ledger: Ledger, desired: DesiredState, begun: float, wait_s: float, line_every_s: float = 5.0) -> int:
     """Show what is done from `begun` on, until the fleet has reached its desired state; exit code 1 if that takes too
     long or is impossible."""
-    deadline, fleet = SYSTEM_CLOCK.monotonic() + wait_s, desired.fleet
+    start, fleet = SYSTEM_CLOCK.monotonic(), desired.fleet
+    deadline, last_line = start + wait_s, start
     shown, trouble = 0, tuple[str, ...]()
     while True:
         events = [recent for recent in ledger.history() if recent.at >= begun]
         for event in events[shown:]:
             sys.stderr.write(f"kvferry: {event_text(event)}\n")
+        last_line = SYSTEM_CLOCK.monotonic() if len(events) > shown else last_line
         shown = len(events)
         seen = ledger.current_status()
+        if SYSTEM_CLOCK.monotonic() - last_line >= line_every_s:
+            last_line = SYSTEM_CLOCK.monotonic()
+            names = [member.name for member in (seen.members if seen else ()) if member.phase == "starting"]
+            sys.stderr.write(f"kvferry: {last_line - start:.0f} s: {waiting_text(names)}\n")
         if seen is not None and seen.number >= desired.number:
             if seen.settled:
                 sys.stdout.write(f"{fleet.name} is up: {seen.url}\n")
@@ -261,6 +267,14 @@ def _follow(ledger: Ledger, desired: DesiredState, begun: float, wait_s: float) 
             _complain([f"{fleet.name} is not as it is to be after {wait_s:g} s; it goes on"])
             return 1
         time.sleep(POLL_INTERVAL_S)
+
+
+def waiting_text(starting: Sequence[str]) -> str:
+    """The members that the command waits for; all of them may be there, and the fleet not be as it is to be."""
+    if not starting:
+        return "waiting for the fleet's controller"
+    more = f" and {len(starting) - 4} more" if len(starting) > 4 else ""
+    return f"waiting for {', '.join(starting[:4])}{more} to start"
 
 
 def _complain(lines: Sequence[str]) -> None:

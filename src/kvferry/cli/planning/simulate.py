@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvferry.cli.bars import make_bars
+from kvferry.cli.bars import ProgressLines, make_bars
 from kvferry.cli.planning.simulated import ASSUMED, world_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import SECONDS, SECONDS_OR_ZERO, Bounds
@@ -155,11 +155,14 @@ class OnProgress(Protocol):
 
 @contextmanager
 def progress(what: str) -> Iterator[OnProgress]:
-    """A bar on standard error, where that is a terminal."""
+    """A bar on standard error; a line now and then where that is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with make_bars(*columns) as bars:
-        task = bars.add_task(what, total=1.0)
-        yield lambda share, what=None: bars.update(task, completed=share, description=what)
+        if bars.disable:
+            yield ProgressLines(what)
+        else:
+            task = bars.add_task(what, total=1.0)
+            yield lambda share, what=None: bars.update(task, completed=share, description=what)
 
 
 def _latencies(figures: ReplayFigures, targets: Targets) -> Table:
