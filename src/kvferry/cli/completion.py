@@ -26,8 +26,8 @@ else
   compdef _cyclopts_kvferry kvferry
 fi
 """
-"""The library's script only defines the function: a file in `fpath` is called by its own name, and one that is read with
-`source` has to register it."""
+"""The library's script only defines the function: a file in `fpath` is called by its own name, and one that is read
+with `source` has to register it."""
 
 
 def add_completion(app: App) -> None:
