@@ -303,6 +303,14 @@ def _body(random: Random) -> tuple[str, Fields]:
         choices["echo"] = True
     for name in random.sample(sorted(choices), random.randint(0, 5)):
         wanted[name] = choices[name]
+    if "tools" in wanted:
+        named = {"type": "function", "function": {"name": "f"}}
+        some = {"mode": random.choice(["auto", "required"]), "tools": [named]}
+        wanted["tool_choice"] = random.choice(
+            ["auto", "none", "required", None, named, {"type": "allowed_tools", "allowed_tools": some}]
+        )
+        wanted["parallel_tool_calls"] = random.choice([True, False, None])
+        wanted["include_reasoning"] = random.choice([True, False])
     path = "/v1/chat/completions" if chat else "/v1/completions"
     return path, [(name, json.dumps(value, ensure_ascii=random.random() < 0.5)) for name, value in wanted.items()]
 
