@@ -97,6 +97,12 @@ class Matcher(Protocol):
     def is_complete(self) -> bool:
         """True if the answer satisfies the grammar, and nothing can be added to it."""
 
+    def copy(self) -> Matcher:
+        """Another matcher with the same state."""
+
+    def num_permitted(self, token_ids: Sequence[int]) -> int:
+        """Number of these tokens, from the first on, that could be accepted one after the other."""
+
 
 class Grammar(Protocol):
     """A compiled constraint. Thread-safe."""

@@ -44,6 +44,7 @@ from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
 from kvferry.engine.kv_events import BlockEvents
 from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.speculation import SpeculativeConfig
 from kvferry.engine.statistics import EngineSnapshot
 from kvferry.engine.step import Chunk
 from kvferry.store.machine import MACHINE, Machine
@@ -331,6 +332,7 @@ class EngineCore:
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
             trained_context=self.model.trained_context,
+            speculation=SpeculativeConfig.parse(config.speculative_config) if config.speculative_config else None,
             fail_on_lost_hand_off=bool(self.transfer and self.transfer.kv_load_failure_policy == "fail"),
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.request import FinishReason, Request
 from kvferry.engine.sequence import Sequence
+from kvferry.engine.speculation import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class SchedulerLimits:
     eos_token_ids: frozenset[int] = frozenset()
     fail_on_lost_hand_off: bool = False
     trained_context: int | None = None
+    speculation: SpeculativeConfig | None = None
 
     def require_runnable(self, request: Request, capacity: int) -> None:
         """Raise `InvalidRequest` when a request can never run, however long it waits. `capacity`: the KV cache's, in

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 import torch
@@ -16,7 +17,7 @@ from kvferry.engine.blocks.kv_cache import KVCache
 from kvferry.engine.model.attention import LayerHooks, PagedContext, attention_context
 from kvferry.engine.model.loader import LoadedModel
 from kvferry.engine.ops.batch import AttentionBatch
-from kvferry.engine.sampler import sample, token_logprobs
+from kvferry.engine.sampler import sample, token_logprobs, verify
 from kvferry.engine.sequence import Sequence
 from kvferry.engine.step import Chunk, SampledToken
 from kvferry.engine.structured.token_masks import NO_MASKS, Masks
@@ -43,9 +44,9 @@ class StepInputs(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class SamplerOutput:
-    """The results of sampling, by request id: the next token, or the error."""
+    """The results of sampling, by request id: the next tokens, several where a draft was right, or the error."""
 
-    sampled: dict[str, SampledToken] = field(default_factory=dict)
+    sampled: dict[str, list[SampledToken]] = field(default_factory=dict)
     failed: dict[str, Exception] = field(default_factory=dict)
 
 
@@ -58,6 +59,8 @@ class LogitRows:
     """(index into `logits_indices`, sequence) for each sequence whose next token is sampled."""
     prompt: list[tuple[int, Sequence, int]]
     """(index into `logits_indices`, sequence, the prompt position that the row predicts)."""
+    drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Draft of a sampled sequence, by request id; the logits after each of its tokens follow the sequence's row."""
 
 
 class ModelRunner:
@@ -157,22 +160,27 @@ def _single_tokens(inputs: StepInputs) -> Iterator[StepInputs]:
 def lay_out(chunks: Rows[Chunk], logits_indices: list[int]) -> StepInputs:
     """The inputs of these chunks, with the logits indices from `choose_logit_rows`."""
     return StepInputs(
-        [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]],
-        [chunk.num_tokens for chunk in chunks],
-        [chunk.start + chunk.num_tokens for chunk in chunks],
+        [token for chunk in chunks for token in _tokens_of(chunk)],
+        [chunk.num_tokens + len(chunk.draft) for chunk in chunks],
+        [chunk.start + chunk.num_tokens + len(chunk.draft) for chunk in chunks],
         [len(chunk.sequence.tokens) for chunk in chunks],
         [chunk.sequence.block_ids for chunk in chunks],
         logits_indices,
     )
 
 
+def _tokens_of(chunk: Chunk) -> Iterable[int]:
+    tokens = chunk.sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
+    return chain(tokens, chunk.draft) if chunk.draft else tokens
+
+
 @torch.inference_mode()
 def draw(
     logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int], filling: Future[Masks] | None = None
 ) -> SamplerOutput:
-    """Sample the next token of each of `rows.sampled`, and append prompt log-probabilities to the sequences of
-    `rows.prompt`. `logits` `[len(rows.logits_indices), vocab]`, float32. `filling`: the result of `TokenMasks.begin`
-    for these sequences."""
+    """Sample the next token of each of `rows.sampled`, and those after it as far as its draft is right; append prompt
+    log-probabilities to the sequences of `rows.prompt`. `logits` `[len(rows.logits_indices), vocab]`, float32.
+    `filling`: the result of `TokenMasks.begin` for these sequences."""
     drawn = SamplerOutput()
     masks = NO_MASKS if filling is None else filling.result()
     drawn.failed |= masks.failed
@@ -185,6 +193,10 @@ def draw(
             drawn.failed[sequence.request_id] = error
     sampled = [row for row in rows.sampled if row[1].request_id not in masks.failed]
     _draw_rows(logits, sampled, eos_token_ids, masks.permitted, drawn)
+    for index, sequence in sampled if rows.drafts else ():
+        tokens = drawn.sampled.get(sequence.request_id)
+        if tokens and (draft := rows.drafts.get(sequence.request_id)):
+            tokens += verify(logits[index + 1 : index + 1 + len(draft)], sequence, tokens[0], draft, eos_token_ids)
     return drawn
 
 
@@ -209,11 +221,11 @@ def _draw_rows(
         for row in rows:
             _draw_rows(logits, [row], eos_token_ids, permitted, drawn)
     else:
-        drawn.sampled |= {sequence.request_id: token for sequence, token in zip(drawing, tokens, strict=True)}
+        drawn.sampled |= {sequence.request_id: [token] for sequence, token in zip(drawing, tokens, strict=True)}
 
 
 def choose_logit_rows(chunks: Rows[Chunk]) -> LogitRows:
-    """Choose the last token of each chunk that samples, and all tokens of prompts with log-probabilities.
+    """Choose the last token of each chunk that samples, its draft, and all tokens of prompts with log-probabilities.
 
     Empties the list of a prompt's log-probabilities when the prompt begins (again).
     """
@@ -225,8 +237,11 @@ def choose_logit_rows(chunks: Rows[Chunk]) -> LogitRows:
             _add_prompt_rows(rows, chunk, first)
         if chunk.samples:
             rows.sampled.append((len(rows.logits_indices), sequence))
-            rows.logits_indices.append(first + chunk.num_tokens - 1)
-        first += chunk.num_tokens
+            last = first + chunk.num_tokens - 1
+            rows.logits_indices.extend(range(last, last + 1 + len(chunk.draft)))
+            if chunk.draft:
+                rows.drafts[sequence.request_id] = chunk.draft
+        first += chunk.num_tokens + len(chunk.draft)
     return rows
 
 

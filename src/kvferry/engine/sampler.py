@@ -9,17 +9,22 @@ accepts, each of temperature, min_p, top_k and top_p leaves the most likely toke
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvferry.core.errors import InvalidRequest, LogitsNotFinite
 from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.sampling import SamplingParams, banned_tokens, uniform_draw
+from kvferry.core.structured_outputs import Matcher
 from kvferry.engine.sequence import Sequence
 from kvferry.engine.step import SampledToken
+
+log = logging.getLogger(__name__)
 
 NOT_CONSTRAINED: Mapping[str, Tensor] = {}
 MIN_TEMPERATURE = 1e-300
@@ -53,6 +58,41 @@ def sample(
         SampledToken(token, token_logprobs(logits[row], token, sequences[row].request.sampling.logprobs))
         for row, token in enumerate(tokens.tolist())
     ]
+
+
+def verify(
+    logits: Tensor, sequence: Sequence, first: SampledToken, draft: Rows[int], eos_token_ids: frozenset[int]
+) -> list[SampledToken]:
+    """The tokens after `first`, as far as they can be drawn: each one needs the logits after the token before it, and
+    those are of the draft. logits [len(draft), vocab]: after each token of the draft. Never raises: what cannot be
+    drawn here is drawn, or fails, in the next step."""
+    tokens, num_known = [first], len(sequence.tokens)
+    matcher = None if sequence.matcher is None else sequence.matcher.copy()
+    try:
+        for row, guess in zip(logits, draft, strict=True):
+            if tokens[-1].token_id != guess:
+                break
+            sequence.tokens.append(guess)
+            permitted = None
+            if matcher is not None:
+                matcher.accept(guess)
+                if matcher.is_complete:
+                    break
+                permitted = permitted_tokens(matcher, len(row))
+            masks = NOT_CONSTRAINED if permitted is None else {sequence.request_id: permitted}
+            tokens += sample(row.unsqueeze(0), [sequence], eos_token_ids, masks)
+    except Exception:
+        log.debug("a draft of request %s is verified in part", sequence.request_id, exc_info=True)
+    finally:
+        del sequence.tokens[num_known:]
+    return tokens[1:]
+
+
+def permitted_tokens(matcher: Matcher, vocab_size: int) -> Tensor:
+    """The tokens that a grammar permits next, bool [vocab_size] on the CPU. Raises `GrammarFailed`."""
+    bits = np.zeros(-(-vocab_size // 8), dtype=np.uint8)
+    matcher.fill_mask(bits)
+    return torch.from_numpy(np.unpackbits(bits, count=vocab_size, bitorder="little").astype(bool))
 
 
 def require_finite(logits: Tensor) -> None:

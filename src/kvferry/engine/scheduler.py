@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
 from kvferry.connectors.api import (
@@ -52,6 +53,7 @@ from kvferry.engine.external_kv import ExternalKV
 from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.queues import SequenceQueues
 from kvferry.engine.sequence import Sequence, Status
+from kvferry.engine.speculation import DraftState, SpeculativeConfig, StepCost
 from kvferry.engine.step import Chunk, SampledToken, Step
 from kvferry.engine.step_budget import StepBudget
 from kvferry.observe.metric_fields import counter, gauge
@@ -75,6 +77,9 @@ class SchedulerStatistics:
         "kvferry:first_tokens_not_adopted",
         "Hand-offs whose first token was sampled again by D: another model or other sampling parameters had drawn it.",
     )
+    num_drafts: int = counter("vllm:spec_decode_num_drafts", "Drafts that were verified.")
+    num_draft_tokens: int = counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted.")
+    num_accepted_tokens: int = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
     num_prefix_queries: int = counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
     num_prefix_hits: int = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
 
@@ -116,6 +121,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._queues = SequenceQueues()
         self._blocks = SequenceBlocks(pool, limits.block_size)
+        self._step_cost = StepCost()
         self.budget = StepBudget(limits.max_num_batched_tokens, limits.itl_target_s)
         self._outputs: list[EngineOutput] = []
         self._delayed: dict[str, EngineOutput] = {}
@@ -185,9 +191,11 @@ class Scheduler:
         """The next step. It has no chunks if all requests wait for transfers or blocks, or there are none."""
         self._expire()
         chunks: list[Chunk] = []
-        budget = self._schedule_running(chunks, self.budget.tokens(self._num_decoding()))
-        self._admit(chunks, budget)
+        max_tokens = self.budget.tokens(self._num_decoding())
+        self._admit(chunks, self._schedule_running(chunks, max_tokens))
         chunks = [chunk for chunk in chunks if chunk.sequence.status is Status.RUNNING]
+        if self.limits.speculation is not None:
+            chunks = self._with_drafts(chunks, max_tokens, self.limits.speculation)
         try:
             return Step(chunks, self.external.plan(chunks))
         except Exception as error:  # noqa: BLE001 - the connector's error: this step is dropped, the next one may work
@@ -207,6 +215,8 @@ class Scheduler:
             num_prompt_tokens = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
             num_decoding = sum(chunk.num_tokens == 1 for chunk in step.chunks)
             self.budget.observe(num_decoding, num_prompt_tokens, seconds)
+            if not num_prompt_tokens:
+                self._step_cost.observe(step.num_tokens, seconds)
 
     def decoding(self) -> list[Sequence]:
         """All running sequences, if each has one token to compute and no request waits, else none: until the next
@@ -227,14 +237,14 @@ class Scheduler:
         return self.external.settled(chunks, report)
 
     def update(
-        self, step: Step, sampled: dict[str, SampledToken], failed: Mapping[str, KvferryError] = NONE_FAILED
+        self, step: Step, sampled: Mapping[str, Rows[SampledToken]], failed: Mapping[str, KvferryError] = NONE_FAILED
     ) -> None:
         """Record the computed and sampled tokens of a step. `failed`: requests whose load failed during the step; their
         failures are also in the report for `transferred`, which is called afterwards."""
         for chunk in step.chunks:
             if chunk.sequence.status is Status.RUNNING:
                 with self._isolated(chunk.sequence):
-                    self._advance(chunk, sampled.get(chunk.sequence.request_id), failed)
+                    self._advance(chunk, sampled.get(chunk.sequence.request_id, ()), failed)
 
     def fail(self, request_id: str, error: Exception) -> None:
         """End a request because of an error; unknown ids are ignored."""
@@ -396,6 +406,45 @@ class Scheduler:
         chunks.append(Chunk(sequence, sequence.num_computed_tokens, num_tokens))
         return num_tokens
 
+    def _with_drafts(self, chunks: list[Chunk], max_tokens: int, config: SpeculativeConfig) -> list[Chunk]:
+        """The chunks with drafts for decoding sequences, within the rest of the step's budget, and in blocks that no
+        sequence of the step needs."""
+        left = max_tokens - sum(chunk.num_tokens for chunk in chunks)
+        cost_share, drafted = self._step_cost.share(len(chunks)), list[Chunk]()
+        for chunk in chunks:
+            draft: list[int] = []
+            with self._isolated(chunk.sequence):
+                draft = self._draft(chunk, left, cost_share, config)
+            left -= len(draft)
+            if draft:
+                self._counters.num_drafts += 1
+                self._counters.num_draft_tokens += len(draft)
+            if chunk.sequence.status is Status.RUNNING:
+                drafted.append(replace(chunk, draft=tuple(draft)) if draft else chunk)
+        return drafted
+
+    def _draft(self, chunk: Chunk, budget: int, cost_share: float, config: SpeculativeConfig) -> list[int]:
+        sequence, num_tokens = chunk.sequence, len(chunk.sequence.tokens)
+        if not chunk.samples or sequence.num_output_tokens == 0 or sequence.load.meeting is not None:
+            return []
+        ends = [config.num_speculative_tokens, budget, self.limits.max_model_len - num_tokens - 1]
+        ends.append(sequence.request.sampling.max_tokens - sequence.num_output_tokens - 1)
+        if self.limits.trained_context is not None and not sequence.is_long:
+            ends.append(self.limits.trained_context - num_tokens)
+        spare = self._blocks.num_blocks_needed(sequence, chunk.num_tokens + config.num_speculative_tokens)
+        if self.pool.num_free - spare < self._queues.num_running:
+            ends.append(len(sequence.block_ids) * self.limits.block_size - num_tokens)
+        if sequence.drafts is None:
+            sequence.drafts = DraftState(config)
+        number = sequence.drafts.num_tokens(min(ends), cost_share)
+        draft = sequence.drafts.lookup.draft(sequence.tokens, number) if number > 0 else []
+        if draft and sequence.matcher is not None:
+            draft = draft[: sequence.matcher.num_permitted(draft)]
+        num_needed = self._blocks.num_blocks_needed(sequence, chunk.num_tokens + len(draft))
+        if num_needed > 0:
+            self._blocks.extend(sequence, num_needed)
+        return draft
+
     def _preempt_for(self, sequence: Sequence, num_blocks: int, chunks: list[Chunk]) -> bool:
         """Preempt the least urgent sequences until `num_blocks` blocks are free. Returns False if `sequence` was one of
         them."""
@@ -420,8 +469,12 @@ class Scheduler:
 
     # After the model ran.
 
-    def _advance(self, chunk: Chunk, sampled: SampledToken | None, failed: Mapping[str, KvferryError]) -> None:
+    def _advance(self, chunk: Chunk, sampled: Rows[SampledToken], failed: Mapping[str, KvferryError]) -> None:
         sequence = chunk.sequence
+        if chunk.draft and sequence.drafts is not None:
+            num_accepted = max(0, len(sampled) - 1)
+            sequence.drafts.observe(len(chunk.draft), num_accepted)
+            self._counters.num_accepted_tokens += num_accepted
         if sequence.load.layerwise_base is not None:
             if sequence.request_id in failed:
                 return  # `_on_load_failed` resets the sequence to the tokens before the load
@@ -431,20 +484,28 @@ class Scheduler:
         self._blocks.publish(sequence)
         if sequence.load.meeting is not None:
             self._meet(sequence)
-        if sampled is None:
+        if not sampled:
             return
         if sequence.num_output_tokens == 0:
             sequence.request.timeline.stamp("prefill_done", self._clock.wall())
         if sequence.prefill_result is None:
             sequence.prefill_result = PrefillResult(
-                first_token=sampled.token_id,
+                first_token=sampled[0].token_id,
                 seed=sequence.seed,
-                logprobs=sampled.logprobs,
+                logprobs=sampled[0].logprobs,
                 num_cached_tokens=sequence.num_cached_tokens,
                 drawn_by=self._drawn_by(sequence) if sequence.produces else "",
                 timeline=sequence.request.timeline,
             )
-        self._append(sequence, sampled)
+        self._append(sequence, sampled[0])
+        for token in sampled[1:]:
+            if sequence.status is not Status.RUNNING:
+                return  # it has ended, or all of its KV is computed again
+            sequence.num_computed_tokens += 1  # the token before, which was drafted
+            self._blocks.publish(sequence)
+            self._append(sequence, token)
+        if chunk.draft and sequence.status is Status.RUNNING:
+            self._blocks.trim(sequence)
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
         """Add a token to the answer, and end the sequence if it is the last one."""

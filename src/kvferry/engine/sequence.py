@@ -10,6 +10,7 @@ from kvferry.core.blocks.block_hash import BlockHash, extend_hashes, root_hash
 from kvferry.core.messages.hand_off import Consume, HandOff, PrefillResult, Produce, Ticket, TokenLogprobs
 from kvferry.core.messages.kv_keys import KVTransferParams
 from kvferry.core.request import FinishReason, Request
+from kvferry.engine.speculation import DraftState
 
 
 class Status(Enum):
@@ -114,6 +115,8 @@ class Sequence:
         """True if the producer's first token is not used, because this instance would have drawn it differently."""
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
+        self.drafts: DraftState | None = None
+        """None: nothing has been drafted for it."""
 
     @property
     def request_id(self) -> str:

@@ -11,11 +11,12 @@ from kvferry.engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `[start, start + num_tokens)` of one sequence."""
+    """Tokens `[start, start + num_tokens)` of one sequence, and after them a `draft` of tokens that may follow."""
 
     sequence: Sequence
     start: int
     num_tokens: int
+    draft: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
@@ -33,7 +34,7 @@ class Step:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum(chunk.num_tokens + len(chunk.draft) for chunk in self.chunks)
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,7 @@ class SimExecutor(Executor):
         self.busy_s += seconds
         if plans.waiting:
             self._begin(chunks, plans)
-        sampled = {chunk.sequence.request_id: SampledToken(self._sample(chunk)) for chunk in chunks if chunk.samples}
+        sampled = {chunk.sequence.request_id: [SampledToken(self._sample(chunk))] for chunk in chunks if chunk.samples}
         return StepResult(sampled, self.side.poll() if is_last else [])
 
     def decode_at_once(self, engine: EngineCore, seconds: list[float]) -> list[list[EngineOutput]] | None:
@@ -308,7 +308,7 @@ class SimExecutor(Executor):
 
     def _end(self, chunks: Sequence[Chunk]) -> StepResult:
         self.side.flush()
-        sampled = {chunk.sequence.request_id: SampledToken(self._sample(chunk)) for chunk in chunks if chunk.samples}
+        sampled = {chunk.sequence.request_id: [SampledToken(self._sample(chunk))] for chunk in chunks if chunk.samples}
         return StepResult(sampled, self.side.poll())
 
     def _sample(self, chunk: Chunk) -> int:

@@ -51,6 +51,13 @@ class SequenceBlocks:
         """Allocate `num_blocks` more blocks for the sequence, at most the pool's `num_free`."""
         sequence.block_ids += self._pool.allocate(num_blocks)
 
+    def trim(self, sequence: Sequence) -> None:
+        """Release the blocks beyond all known tokens, which a draft had."""
+        first = sequence.num_blocks_for(len(sequence.tokens))
+        if len(sequence.block_ids) > first:
+            self._pool.release(sequence.block_ids[first:])
+            del sequence.block_ids[first:]
+
     def release_all(self, sequence: Sequence) -> None:
         """Release all of the sequence's blocks; it begins again from its first token."""
         self._pool.release(sequence.block_ids)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one step: the sampled token by request id, and the transfers that ended meanwhile on all ranks.
+    """The result of one step: the sampled tokens by request id, and the transfers that ended meanwhile on all ranks.
 
     `failed`: requests whose token could not be sampled, with the reason.
     """
 
-    sampled: dict[str, SampledToken]
+    sampled: dict[str, list[SampledToken]]
     report: TransferReport
     failed: dict[str, Exception] = field(default_factory=dict)
 

@@ -180,6 +180,14 @@ class LlguidanceMatcher:
         """True if the answer satisfies the grammar, and nothing can be added."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
+    def copy(self) -> LlguidanceMatcher:
+        """Another one with the same state; both share the lexer."""
+        return LlguidanceMatcher(self._matcher.deep_copy())
+
+    def num_permitted(self, token_ids: Sequence[int]) -> int:
+        """Number of the tokens that could be accepted."""
+        return int(self._matcher.validate_tokens(list(token_ids)))
+
     def _require_healthy(self) -> None:
         if self._matcher.is_error():
             reason = _clip(self._matcher.get_error())

@@ -6,10 +6,9 @@ from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from kvferry.engine.sampler import permitted_tokens
 from kvferry.engine.sequence import Sequence
 
 
@@ -46,12 +45,8 @@ class TokenMasks:
         masks = Masks()
         for sequence in sequences:
             assert sequence.matcher is not None  # `begin` has chosen them
-            bits = np.zeros(-(-self._vocab_size // 8), dtype=np.uint8)
             try:
-                sequence.matcher.fill_mask(bits)
+                masks.permitted[sequence.request_id] = permitted_tokens(sequence.matcher, self._vocab_size)
             except Exception as error:  # noqa: BLE001 - the boundary between one sequence and the others
                 masks.failed[sequence.request_id] = error
-            else:
-                permitted = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
-                masks.permitted[sequence.request_id] = torch.from_numpy(permitted)
         return masks

@@ -1,0 +1,162 @@
+"""Speculative decoding by prompt lookup: the tokens that followed the same tokens earlier in a sequence are its draft.
+
+A step computes a sequence's last token and its draft; what the sampler would have drawn without a draft is drawn at
+each position, until a token differs from the draft. So the answer is the same, and only the number of steps is smaller.
+It needs no second model, and nothing from the instance that computed the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.settings.options import read_options
+
+_FLAG = "--speculative-config"
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of `--speculative-config`, with vLLM's names. `prompt_lookup_min`, `prompt_lookup_max`: fewest tokens
+    that have to be the same, and the most that are compared."""
+
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    method: Literal["ngram"] = "ngram"
+    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=32)] = 2
+    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=32)] = 5
+
+    @classmethod
+    def parse(cls, text: str) -> SpeculativeConfig:
+        """Raises `ConfigError`."""
+        try:
+            content = msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{_FLAG} is no JSON object: {error}") from error
+        method = content.get("method", "ngram")
+        if method != "ngram":
+            raise ConfigError(f'{_FLAG}.method: kvferry\'s engine drafts by prompt lookup ("ngram"), not by {method!r}')
+        config = read_options(cls, content, _FLAG)
+        if config.prompt_lookup_min > config.prompt_lookup_max:
+            raise ConfigError(f"{_FLAG}: prompt_lookup_min is larger than prompt_lookup_max")
+        return config
+
+
+class PromptLookup:
+    """An index of one sequence's tokens, which only grow: about 100 bytes a token."""
+
+    max_candidates = 8
+    """Earlier places that are compared; the latest first."""
+
+    __slots__ = ("_latest", "_max", "_min", "_num_indexed", "_previous")
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._min, self._max = config.prompt_lookup_min, config.prompt_lookup_max
+        self._latest: dict[tuple[int, ...], int] = {}
+        """By the first tokens compared: where the text after them begins, the latest time that it did."""
+        self._previous: list[int] = []
+        """For each such place: the one before it after the same tokens; -1: none."""
+        self._num_indexed = 0
+
+    def draft(self, tokens: Tokens[int], num_tokens: int) -> list[int]:
+        """The tokens that followed the last ones the last time that they occurred, at most `num_tokens`; empty: they
+        are new. A text that repeats itself is continued so."""
+        self._index(tokens)
+        begin = self._longest_match(tokens)
+        if begin < 0:
+            return []
+        period = len(tokens) - begin
+        return [tokens[begin + offset % period] for offset in range(num_tokens)]
+
+    def _index(self, tokens: Tokens[int]) -> None:
+        for end in range(self._num_indexed, len(tokens)):  # the text after `tokens[:end]` is not empty
+            if end < self._min:
+                self._previous.append(-1)
+                continue
+            key = tuple(tokens[end - self._min : end])
+            self._previous.append(self._latest.get(key, -1))
+            self._latest[key] = end
+        self._num_indexed = len(tokens)
+
+    def _longest_match(self, tokens: Tokens[int]) -> int:
+        begin = self._latest.get(tuple(tokens[-self._min :]), -1) if len(tokens) > self._min else -1
+        best, best_length = begin, 0
+        for _ in range(self.max_candidates):
+            if begin < 0 or best_length >= self._max:
+                break
+            length = self._min
+            while length < min(self._max, begin) and tokens[begin - length - 1] == tokens[-length - 1]:
+                length += 1
+            if length > best_length:
+                best, best_length = begin, length
+            begin = self._previous[begin]
+        return best
+
+
+class StepCost:
+    """The cost of one more token in a step of decoding sequences, from measured steps: a line through tokens and
+    seconds, in which later steps weigh more."""
+
+    memory = 0.98
+    """Weight of a step in comparison with the next one."""
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Record a step; one that took no time, as in simulations, is ignored."""
+        if seconds <= 0.0:
+            return
+        for name, value in (
+            ("_weight", 1.0),
+            ("_tokens", num_tokens),
+            ("_seconds", seconds),
+            ("_squares", num_tokens * num_tokens),
+            ("_products", num_tokens * seconds),
+        ):
+            setattr(self, name, self.memory * getattr(self, name) + value)
+
+    def share(self, num_sequences: int) -> float:
+        """Time of one more token, divided by the time that a step of so many sequences takes for each of its tokens,
+        0 to 1: a token that is drafted pays if it is accepted more often. 0: not known yet."""
+        if not self._weight:
+            return 0.0
+        mean_tokens, mean_seconds = self._tokens / self._weight, self._seconds / self._weight
+        variance = self._squares / self._weight - mean_tokens * mean_tokens
+        if variance < 1e-9:
+            return 0.0
+        slope = (self._products / self._weight - mean_tokens * mean_seconds) / variance
+        step_s = mean_seconds + slope * (num_sequences - mean_tokens)
+        return min(1.0, max(0.0, slope * num_sequences / step_s)) if step_s > 0.0 else 1.0
+
+
+class DraftState:
+    """Drafts of one sequence: its index, and the share of its drafted tokens that were accepted."""
+
+    new_share = 0.2
+    """Weight of one token in the share of accepted ones."""
+    recovery = 0.01
+    """Growth of that share with each token that was not drafted for it: later text may be easier to draft."""
+
+    __slots__ = ("accepted_share", "lookup")
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self.lookup = PromptLookup(config)
+        self.accepted_share = 0.7
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Record a verified draft."""
+        for _ in range(num_accepted):
+            self.accepted_share += self.new_share * (1.0 - self.accepted_share)
+        if num_accepted < num_drafted:
+            self.accepted_share -= self.new_share * self.accepted_share
+
+    def num_tokens(self, max_tokens: int, cost_share: float) -> int:
+        """Number of tokens to draft: each one is accepted only after those before it."""
+        number, chance = 0, self.accepted_share
+        while number < max_tokens and chance > cost_share:
+            number, chance = number + 1, chance * self.accepted_share
+        if number == 0:
+            self.accepted_share += self.recovery * (1.0 - self.accepted_share)
+        return number
