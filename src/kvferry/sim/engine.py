@@ -137,6 +137,10 @@ class _Tokenizer:
     def __init__(self, vocab_size: int) -> None:
         self.backend_tokenizer = Tokenizer(WordLevel({f"t{token}": token for token in range(vocab_size)}, "t0"))
 
+    def get_added_vocab(self) -> dict[str, int]:
+        """It has no special tokens."""
+        return {}
+
 
 @cache
 def _tokenizer(vocab_size: int) -> _Tokenizer:
