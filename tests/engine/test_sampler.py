@@ -242,7 +242,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(broken: float, tempe
     assert list(drawn.failed) == ["r1"]
     assert isinstance(drawn.failed["r1"], LogitsNotFinite)
     alone = sample(LOGITS, sequences[:1], frozenset())[0]
-    assert drawn.sampled == {"r0": alone, "r2": alone}
+    assert drawn.sampled == {"r0": [alone], "r2": [alone]}
 
 
 def test_prompt_logprobs_that_are_not_finite_end_their_request() -> None:

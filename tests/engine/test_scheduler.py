@@ -129,7 +129,7 @@ class Bench:
         step = self.scheduler.schedule()
         self.steps.append(step)
         sampled = {
-            chunk.sequence.request_id: SampledToken(rule(chunk.sequence.tokens))
+            chunk.sequence.request_id: [SampledToken(rule(chunk.sequence.tokens))]
             for chunk in step.chunks
             if chunk.samples
         }
