@@ -13,6 +13,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """Number of the answer's tokens that were reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Numbers of prompt tokens and generated tokens."""
 
@@ -20,6 +26,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):

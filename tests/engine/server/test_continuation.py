@@ -115,6 +115,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         {"tools": TOOLS, "parallel_tool_calls": False},
         {"tools": TOOLS, "include_reasoning": False, "stop": ["words"]},
         {"tools": TOOLS, "logprobs": True, "return_token_ids": True},
+        {"tools": TOOLS, "stream_options": ALL_USAGE},
         {},
     ],
 )

@@ -168,6 +168,23 @@ async def test_reasoning_can_be_left_out() -> None:
     assert message == {"role": "assistant", "content": "yes"}
 
 
+async def test_tokens_of_reasoning_are_counted() -> None:
+    for text, number in (("<think>aaa</think>yes", None), ("yes", 0)):
+        async with asking(text) as asker:
+            usage = (await asker.post({**BODY, "return_token_ids": True}))["usage"]
+            thought = asker.engine.tokenizer.encode("<think>aaa", add_special_tokens=False)
+            counted = usage["completion_tokens_details"]["reasoning_tokens"]
+            assert abs(counted - (len(thought) if number is None else number)) <= 8 * (number is None)
+            assert counted < usage["completion_tokens"]
+            events = await asker.events({**BODY, "stream_options": {"include_usage": True}})
+            assert events[-1]["usage"] == {
+                **usage,
+                "prompt_tokens_details": events[-1]["usage"]["prompt_tokens_details"],
+            }
+    async with asking("yes", reasoning_parser="none") as asker:
+        assert "completion_tokens_details" not in (await asker.post(BODY))["usage"]
+
+
 async def test_every_token_has_its_log_probability() -> None:
     text = f"<think>hm</think>{call()}"
     async with asking(text) as asker:

@@ -176,6 +176,8 @@ class ChoiceAssembler:
         self._stop_strings = StopStrings(options.stops, include=options.include_stop)
         self._started = False
         self._num_tokens = 0
+        self.num_reasoning_tokens = 0
+        """Number of tokens after which the answer was within reasoning."""
         self._num_characters = 0
 
     def replay(self, token_ids: list[int]) -> None:
@@ -211,7 +213,9 @@ class ChoiceAssembler:
         delta.token_ids.append(token_id)
         delta.offsets.append(self._num_characters)
         self._num_tokens += 1
-        return self._emit(delta, self._detokenizer.step(token_id)) if shown else None
+        stop = self._emit(delta, self._detokenizer.step(token_id)) if shown else None
+        self.num_reasoning_tokens += self._reader is not None and self._reader.is_reasoning
+        return stop
 
     def _emit(self, delta: Delta, text: str) -> str | None:
         self._num_characters += len(text)

@@ -46,7 +46,8 @@ class Child:
 
 class Generation:
     """The sequences of one request. `run` it once; `usage` counts meanwhile, `ticket` and `timeline` are set at the
-    end. `parsers`: the names of the output parsers.
+    end. `parsers`: the names of the output parsers. `counts_reasoning`: the usage says how many tokens were
+    reasoning.
 
     Only the leader takes part in a hand-off; the other sequences wait until it decodes: by then the instance has the
     prompt's KV for all of them.
@@ -61,6 +62,7 @@ class Generation:
         clock: Clock,
         arrived: float,
         parsers: str = "",
+        counts_reasoning: bool = False,
     ) -> None:
         self.children = children
         self.num_unfinished = len(children)
@@ -71,6 +73,7 @@ class Generation:
         self._clock = clock
         self._arrived = arrived
         self._parsers = parsers
+        self._counts_reasoning = counts_reasoning
         self._leader_decodes = asyncio.Event()
 
     @property
@@ -105,7 +108,13 @@ class Generation:
             completion_tokens=num_answer,
             total_tokens=num_prompt + num_answer,
             prompt_tokens_details=answers.PromptTokensDetails(sum(child.num_cached_tokens for child in leaders)),
+            completion_tokens_details=self._details(counted),
         )
+
+    def _details(self, children: Sequence[Child]) -> answers.CompletionTokensDetails | None:
+        if not self._counts_reasoning:
+            return None
+        return answers.CompletionTokensDetails(sum(child.assembler.num_reasoning_tokens for child in children))
 
     async def _pump(self, child: Child, sink: Sink) -> None:
         if child.waits_for_leader:

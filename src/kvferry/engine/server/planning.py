@@ -114,6 +114,7 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
         clock=context.clock,
         arrived=_arrived(timeline, hand_off),
         parsers="" if answers is None else answers.format.name,
+        counts_reasoning=answers is not None and answers.format.has_reasoning,
     )
     if continuation is not None:
         _require_same_answer(generation, continuation)

@@ -66,6 +66,11 @@ class AnswerReader:
         return bool(self._used_ids)
 
     @property
+    def is_reasoning(self) -> bool:
+        """True if the text so far ends within reasoning."""
+        return self._parser.is_reasoning
+
+    @property
     def is_complete(self) -> bool:
         """True if no further call is permitted."""
         return len(self._used_ids) == self._max_calls

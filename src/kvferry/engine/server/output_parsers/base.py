@@ -52,6 +52,11 @@ class OutputParser(ABC):
         """Special tokens that the parser must see, which are hidden otherwise."""
         return ()
 
+    @property
+    def is_reasoning(self) -> bool:
+        """True if the text so far ends within reasoning."""
+        return False
+
     @abstractmethod
     def feed(self, text: str) -> list[Part]:
         """The parts that `text` completes. Text that may begin a call is held until it is one, or is not."""
@@ -66,6 +71,11 @@ class Stages(OutputParser):
 
     def __init__(self, first: OutputParser, second: OutputParser) -> None:
         self._first, self._second = first, second
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True if the first's text ends within reasoning, or the second's does."""
+        return self._first.is_reasoning or self._second.is_reasoning
 
     def feed(self, text: str) -> list[Part]:
         """The parts of both."""

@@ -71,6 +71,7 @@ class AnswerFormat:
     hidden_tokens: frozenset[int]
     thought: Thought | None = None
     form: CallForm | None = None
+    has_reasoning: bool = False
 
     @property
     def name(self) -> str:
@@ -126,7 +127,7 @@ class OutputParsers:
             stages.append((entry, ParserContext(prefix.replace("\0", ""), tools)))
         form = calls.form if calls is not None else None
         thought = _thought(stages[0], prompt, max_thought_tokens) if stages and reasoning is not None else None
-        return AnswerFormat(tuple(stages), self._hidden(entries), thought, form)
+        return AnswerFormat(tuple(stages), self._hidden(entries), thought, form, reasoning is not None)
 
     def is_token(self, text: str) -> bool:
         """True if the text begins with a token of its own, which free text does not contain."""
