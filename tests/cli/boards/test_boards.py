@@ -56,6 +56,21 @@ def test_every_panel_has_a_place_of_its_own_and_says_what_it_tells() -> None:
     assert all(panel["description"].endswith(".") and panel["targets"] for panel in panels)
 
 
+@pytest.mark.processes
+def test_the_types_of_perses_take_its_board(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[3] / ".browser" / "perses" / "node_modules"
+    if not (folder / ".bin" / "tsc").is_file():
+        pytest.skip("needs the types of Perses: make install-browser")
+    (tmp_path / "node_modules").symlink_to(folder)
+    board = json.dumps(perses.dashboard())
+    kind = 'import { DashboardResource } from "@perses-dev/core";\n'
+    (tmp_path / "board.ts").write_text(f"{kind}export const board: DashboardResource = {board};\n")
+    options = ["--noEmit", "--skipLibCheck", "--strict", "--module", "nodenext", "--target", "es2022"]
+    command = [str(folder / ".bin" / "tsc"), *options, "board.ts"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 def test_references_of_perses_lead_to_panels() -> None:
     spec = perses.dashboard()["spec"]
     shown = [item["content"]["$ref"] for grid in spec["layouts"] for item in grid["spec"]["items"]]

@@ -43,6 +43,7 @@ def dashboard() -> dict[str, Any]:
             "display": {"name": "kvferry"},
             "duration": "30m",
             "refreshInterval": "10s",
+            "variables": [],
             "panels": panels,
             "layouts": layouts,
         },
