@@ -531,7 +531,7 @@ async def test_instances_and_metrics_can_be_looked_at() -> None:
         async with session.get(url + "/metrics") as response:
             text = await response.text()
     same = {"alive": True, "state": "up", "in_flight": 0, "draining": False, "drained": False, "unit": ""}
-    same |= {"no_hand_off": ""}
+    same |= {"no_hand_off": "", "revision": ""}
     assert prefill == {"name": "prefill-0", "role": "prefill", "engine": "kvferry", **same}
     assert decode == {"name": "decode-0", "role": "decode", "engine": None, **same}
     assert 'kvferry_router_requests_total{path="/v1/completions",status="200"} 1.0' in text
