@@ -36,7 +36,7 @@ FOREIGN = {
     "--enable-pd-role-switch", "--disaggregation-decode-retraction-backup", "--device", "--page-size",
     "--attention-backend", "--sampling-backend", "--grammar-backend", "--cuda-graph-backend-decode",
     "--cuda-graph-backend-prefill", "--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle",
-    "--mem-fraction-static", "--max-total-tokens",
+    "--mem-fraction-static", "--max-total-tokens", "--dp-size", "--enable-dp-attention",
     "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
     # of curl, Envoy and Valkey
     "--retry", "--retry-delay", "--retry-all-errors", "--concurrency", "--save", "--maxmemory",

@@ -13,6 +13,8 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings of a checkpoint's `generation_config.json` that apply to requests without their own."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

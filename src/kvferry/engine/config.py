@@ -13,6 +13,7 @@ from kvferry.core.settings.addresses import parse_address
 from kvferry.core.settings.bounds import Count, Seconds, Seed
 from kvferry.core.settings.model import COMMON, Settings, alias, heading
 from kvferry.core.settings.units import parse_bytes
+from kvferry.engine.overrides import parse_sampling, parse_template_kwargs
 from kvferry.engine.parser_names import require_known_parser
 from kvferry.engine.patch_names import require_known_patches
 from kvferry.engine.speculation import SpeculativeConfig
@@ -70,6 +71,18 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     reasoning_parser: str | None = None
     """Format of the model's reasoning: think, mistral, gemma4 or gpt_oss, a parser of your own package, or none.
     Default: as for tool calls."""
+
+    chat_template: str | None = None
+    """Chat template in place of the model's own: a file with it, or the template itself. Give all instances the
+    same."""
+
+    default_chat_template_kwargs: str | None = None
+    """Variables of the chat template, as a JSON object such as {"enable_thinking": false}, for requests that do not set
+    them in chat_template_kwargs."""
+
+    override_generation_config: str | None = None
+    """Sampling parameters for requests without their own, in place of those in the model's generation_config.json, as a
+    JSON object: temperature, top_p, top_k, min_p, repetition_penalty. Give all instances the same."""
 
     batch_invariant: bool = False
     """Make answers bit-identical, whatever other requests run at the same time. The CPU kernels guarantee this at no
@@ -136,6 +149,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         require_known_patches(self.model_patch)
         require_known_parser("tools", self.tool_call_parser)
         require_known_parser("reasoning", self.reasoning_parser)
+        if self.default_chat_template_kwargs is not None:
+            parse_template_kwargs(self.default_chat_template_kwargs)
+        if self.override_generation_config is not None:
+            parse_sampling(self.override_generation_config)
         if self.speculative_config is not None:
             SpeculativeConfig.parse(self.speculative_config)
         eviction_class(self.prefix_cache_eviction)

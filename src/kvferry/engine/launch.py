@@ -17,6 +17,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
+from kvferry.engine.overrides import override_model, read_chat_template
 from kvferry.engine.server.app import MakePage, serve
 from kvferry.engine.server.config import ServerConfig
 from kvferry.http.registrar import RegistrarConfig
@@ -50,8 +51,12 @@ def run_instance(
     """
     names = served_model_names or (engine.model,)
     parsers = {"tool_call_parser": engine.tool_call_parser, "reasoning_parser": engine.reasoning_parser}
-    server = msgspec.structs.replace(server, **parsers)
+    server = msgspec.structs.replace(
+        server, **parsers, default_chat_template_kwargs=engine.default_chat_template_kwargs
+    )
+    template = None if engine.chat_template is None else read_chat_template(engine.chat_template)
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
+    override_model(loaded.model, template, engine.override_generation_config)
     _freeze()
     with shutdown_deadline() as limit:
         return uvloop.run(

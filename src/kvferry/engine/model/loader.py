@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvferry.core.blocks.layout import LayerLayout
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
+from kvferry.core.sampling import SAMPLING_DEFAULTS
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
 from kvferry.engine.model.batch_invariance import arithmetic_of
@@ -28,7 +29,7 @@ from kvferry.engine.model.patching import apply_patches
 from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model.rope import install_rope, trained_context
 from kvferry.engine.model.self_check import SelfCheck
-from kvferry.engine.model.stored import SAMPLING_DEFAULTS, require_sound
+from kvferry.engine.model.stored import require_sound
 from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.engine.patch_names import DEFAULT_PATCHES
 from kvferry.models.catalog import resolve

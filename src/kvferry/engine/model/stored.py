@@ -18,12 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvferry.core.errors import ConfigError, InvalidRequest
-from kvferry.core.sampling import SamplingParams
+from kvferry.core.sampling import SAMPLING_DEFAULTS, SamplingParams
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Settings in `generation_config.json` that apply to requests without their own."""
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _FLOATS = ("F", "BF")
 """Prefixes of the names of floating-point dtypes; all others are integers, booleans and complex numbers."""

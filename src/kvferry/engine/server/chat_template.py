@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import TemplateError
@@ -36,14 +37,16 @@ _NOT_FOR_TEMPLATES = frozenset(
 """Names in `chat_template_kwargs` that would change the rendering instead of reaching the template."""
 
 
+NO_DEFAULTS: Mapping[str, Any] = {}
 _BETWEEN_SYSTEM_MESSAGES = "\n\n"
 
 
-async def render_chat(body: ChatCompletionRequest, codec: TextCodec) -> str:
-    """The prompt's text. Raises `InvalidRequest` if the messages are not acceptable."""
+async def render_chat(body: ChatCompletionRequest, codec: TextCodec, defaults: Mapping[str, Any] = NO_DEFAULTS) -> str:
+    """The prompt's text. `defaults`: variables of the template that the request may set. Raises `InvalidRequest` if the
+    messages are not acceptable."""
     if not body.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
-    options = _template_options(body)
+    options = _template_options(body, defaults)
     if not codec.tokenizer.chat_template:
         raise InvalidRequest(
             "this model has no chat template; use /v1/completions, or serve it with a tokenizer that has one",
@@ -83,8 +86,8 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, A
     return text
 
 
-def _template_options(body: ChatCompletionRequest) -> dict[str, Any]:
-    options = dict(body.chat_template_kwargs or {})
+def _template_options(body: ChatCompletionRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    options = {**defaults, **(body.chat_template_kwargs or {})}
     for name in _NOT_FOR_TEMPLATES & options.keys():
         raise InvalidRequest(f"chat_template_kwargs must not contain {name}", param="chat_template_kwargs")
     if body.chat_template is not None:

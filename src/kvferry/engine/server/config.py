@@ -14,3 +14,4 @@ class ServerConfig(HttpConfig, frozen=True, kw_only=True):
 
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    default_chat_template_kwargs: str | None = None

@@ -6,6 +6,7 @@ from kvferry.api.decoding import THREAD_ABOVE_BYTES, Body, Decoded, decode_body,
 from kvferry.api.requests import ChatCompletionRequest
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import UnknownModel
+from kvferry.engine.overrides import parse_template_kwargs
 from kvferry.engine.server.chat_template import render_chat
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.engine_protocol import EngineClient
@@ -31,6 +32,8 @@ class ServerContext:
         self.clock = clock or SYSTEM_CLOCK
         self.codec = TextCodec(engine_client.tokenizer)
         self.token_texts = TokenTexts(self.codec.backend)
+        kwargs = config.default_chat_template_kwargs
+        self._template_defaults = {} if kwargs is None else parse_template_kwargs(kwargs)
         self.parsers = OutputParsers(
             engine_client.tokenizer, tools=config.tool_call_parser, reasoning=config.reasoning_parser
         )
@@ -52,7 +55,7 @@ class ServerContext:
     async def chat_prompt(self, body: ChatCompletionRequest) -> Prompt:
         """The messages as tokens. Templates write special tokens themselves, so none are added unless the request
         says so. Raises `InvalidRequest`."""
-        text = await render_chat(body, self.codec)
+        text = await render_chat(body, self.codec, self._template_defaults)
         truncated = body.truncate_prompt_tokens is not None
         await require_encodable(text, self.codec, self.engine_client.max_model_len, "messages", truncated=truncated)
         return Prompt(await self.codec.encode(text, add_special_tokens=bool(body.add_special_tokens)), text)
