@@ -9,7 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs_site import api, commands, connectors, environment, llms, metrics, repository, spec
+from docs_site import api, commands, connectors, environment, llms, metrics, repository, spec, vllm_api
 
 GENERATED = {
     "reference/commands.md": commands.page,
@@ -17,6 +17,7 @@ GENERATED = {
     "reference/kv-transfer-config.md": connectors.page,
     "reference/environment.md": environment.page,
     "reference/metrics.md": metrics.page,
+    "reference/vllm-api.md": vllm_api.page,
 }
 
 

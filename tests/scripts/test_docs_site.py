@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from docs_site import api, commands, connectors, environment, llms, metrics, repository, spec
+from docs_site import api, commands, connectors, environment, llms, metrics, repository, spec, vllm_api
 from kvferry.connectors.registry import BUILTIN, find_connector
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import resolve
@@ -158,3 +159,26 @@ def test_llms_txt_names_every_page_with_its_first_sentence() -> None:
         [summary] = re.findall(rf"^- \[[^\]]+\]\({re.escape(place)}\): (.+)$", text, re.MULTILINE)
         assert 20 < len(summary) < 400
         assert not re.search(r"[`*]|\]\(", summary)
+
+
+def test_all_of_vllms_api_is_in_its_page() -> None:
+    page, vllm = vllm_api.page(), json.loads(vllm_api.DATA.read_text())
+    assert [f"`{endpoint}`" for endpoint in vllm["endpoints"] if f"| `{endpoint}` |" not in page] == []
+    names = [name for key in ("chat_fields", "completion_fields", "flags") for name in vllm[key]]
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "engine", "router"),
+    [
+        ("/v1/chat/completions POST", "yes", "passed on"),
+        ("/v1/messages POST", "translated", "translated"),
+        ("/v1/responses/{response_id} GET", "of the stored ones", "of the stored ones"),
+        ("/pooling POST", "404: vLLM behind the router has it, with a pooling model", "passed on"),
+        ("/sleep POST", "404", "no"),
+        ("/ping GET", "yes", "passed on"),
+        ("/health GET", "yes", "its own"),
+    ],
+)
+def test_each_endpoint_of_vllms_has_its_row(endpoint: str, engine: str, router: str) -> None:
+    assert list(vllm_api.endpoint_rows([endpoint])) == [(f"`{endpoint}`", engine, router)]
