@@ -102,9 +102,9 @@ async def test_who_hangs_as_soon_as_it_serves_is_killed_and_comes_back(caplog: p
 async def test_who_does_not_serve_in_time_ends_everything_with_the_flag_that_gives_it_longer() -> None:
     display = RecordingDisplay()
     makes = {**FLEET, "decode": lambda name: child(name, NEVER_SERVES)}
-    assert await attended(display, makes, FailureSpec(start="1s", crash_loop=1)).run() == 1
+    assert await attended(display, makes, FailureSpec(start="4s", crash_loop=1)).run() == 1
     told = next(text for (text,) in display.of("note") if text.startswith("error: "))
-    assert "decode-0 does not serve after 1s (start in [failure], --start-timeout-s)" in told
+    assert "decode-0 does not serve after 4s (start in [failure], --start-timeout-s)" in told
 
 
 async def test_a_crash_loop_ends_everything_by_name() -> None:
