@@ -21,7 +21,7 @@ def test_a_new_router_sends_a_prompt_where_its_prefix_is(fleet: SglangFleet, tmp
     [holder] = [
         url for url, num in zip(prefills, before, strict=True) if figure(url, "sglang:num_requests_total") > num
     ]
-    assert figure(fleet.status.url, "kvferry_router_kv_events_total", role="prefill") > 0
+    until(lambda: figure(fleet.status.url, "kvferry_router_kv_events_total", role="prefill") > 0, 30)
 
     flags = ("--policy=prefix", "--disaggregate-from=0")
     with router_before(tmp_path / "router.log", prefills, fleet.urls("decode"), *flags) as router:
