@@ -431,8 +431,8 @@ class Scheduler:
         ends.append(sequence.request.sampling.max_tokens - sequence.num_output_tokens - 1)
         if self.limits.trained_context is not None and not sequence.is_long:
             ends.append(self.limits.trained_context - num_tokens)
-        spare = self._blocks.num_blocks_needed(sequence, chunk.num_tokens + config.num_speculative_tokens)
-        if self.pool.num_free - spare < self._queues.num_running:
+        num_draft_blocks = self._blocks.num_blocks_needed(sequence, chunk.num_tokens + config.num_speculative_tokens)
+        if self.pool.num_free - num_draft_blocks < self._queues.num_running:
             ends.append(len(sequence.block_ids) * self.limits.block_size - num_tokens)
         if sequence.drafts is None:
             sequence.drafts = DraftState(config)

@@ -103,7 +103,8 @@ def test_it_ends_with_the_command_that_started_it() -> None:
         "from kvferry.fleet.backends.local import spawning\n"
         "spawning.CUDA_DEVICE = '/nowhere'\n"
         f"spawning.start_fork_process_early({SERVE!r})\n"
-        "print(spawning._early[0][0], flush=True)\n"
+        "started = spawning.take_early_fork_process()\n"
+        "print(started[0], flush=True)\n"
         "os._exit(1)\n"
     )
     read, write = os.pipe()
