@@ -90,8 +90,13 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_every_setting_is_a_flag_with_its_help(
-    command: str, configs: list[type], absent: set[str], capsys: pytest.CaptureFixture[str]
+    command: str,
+    configs: list[type],
+    absent: set[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")  # where the longest name of a flag fits in one line also
     assert main([command, "--help-all"]) == 0
     text = capsys.readouterr().out
     flat = " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())

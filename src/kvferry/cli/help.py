@@ -6,22 +6,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cyclopts import Group
-from cyclopts.help import DefaultFormatter
+from cyclopts.help import ColumnSpec, DefaultFormatter, NameRenderer
+from cyclopts.help.specs import get_default_command_columns, get_default_parameter_columns
 
 from kvferry.core.settings.model import Settings, settings_fields
 
 if TYPE_CHECKING:
-    from cyclopts.help import HelpPanel
+    from cyclopts.help import HelpEntry, HelpPanel
     from rich.console import Console, ConsoleOptions
 
 ALL = "--help-all"
+
+
+def _columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]) -> tuple[ColumnSpec, ...]:
+    """The columns of a group of commands or flags. The longest flag fits in one line: a broken one cannot be copied."""
+    longest = max((len(name) for entry in entries for name in entry.names), default=0)
+    if not any(name.startswith("-") for entry in entries for name in entry.names):
+        return get_default_command_columns(console, options, entries)
+    *marks, names, descriptions = get_default_parameter_columns(console, options, entries)
+    width = max(longest, names.max_width or 0)
+    return (*marks, names.copy(renderer=NameRenderer(width), max_width=width), descriptions)
 
 
 class HelpPages(DefaultFormatter):
     """Formatter of all commands' help. Knows which of the two pages is being printed, and counts what is left out."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(column_specs=_columns)
         self._has_all = False
         self._num_hidden = 0
 

@@ -31,6 +31,8 @@ class MemoryBackend(FleetBackend):
         """Stamps of fleets that cannot be run."""
         self.num_opened = 0
         self.stop_takes_s = 0.0
+        self.assign_during: asyncio.Event | None = None
+        """A role is recorded after this has happened."""
         self.is_unreachable = False
         """Which the next start finds out."""
 
@@ -66,6 +68,8 @@ class MemoryBackend(FleetBackend):
         self.changed.set()
 
     async def assign(self, name: str, role: MemberRole) -> None:
+        if self.assign_during is not None:
+            await self.assign_during.wait()
         self.assigned.append((name, role))
         self.here[name] = replace(self.here[name], role=role)
         self.changed.set()

@@ -411,6 +411,28 @@ async def test_an_instance_changes_its_role_and_is_not_restarted(tmp_path: Path)
         await made.until(lambda: made.front.declared[name] == ("decode", ""))
 
 
+async def test_a_change_of_role_that_ends_while_routers_answer_is_made_once(tmp_path: Path) -> None:
+    roles = {"prefill": {"count": 2, "can_be": ["decode"]}, "decode": {"count": 1}}
+    made = Controlled(tmp_path, pooling(role=roles))
+    async with made.running():
+        await made.settled()
+        declare, made.backend.assign_during = made.front.declare, asyncio.Event()
+
+        async def slow(*arguments: Any) -> Any:
+            assert made.backend.assign_during is not None
+            if made.history("role"):
+                made.backend.assign_during.set()
+            views = await declare(*arguments)
+            await ticks(made.backend)
+            return views
+
+        made.front.declare = slow  # type: ignore[method-assign]
+        roles = {"prefill": {"count": 1, "can_be": ["decode"]}, "decode": {"count": 2}}
+        made.ledger.apply(pooling(role=roles))
+        await made.settled()
+        assert len(made.backend.assigned) == len(made.history("role")) == 1
+
+
 async def test_a_unit_is_admitted_when_it_is_whole(tmp_path: Path) -> None:
     made = Controlled(tmp_path, replica(1))
     made.backend.serves_at_once = False

@@ -230,12 +230,15 @@ class Controller:
         routers = fleet.front(self._backend.num_routers)
         members = list(self._backend.members())
         await self._observer.declare(fleet, members, self._scaling.plan(fleet))
-        now = self._clock.monotonic()
-        seen = self._observer.observe(members, now)
         if self._observer.has_routers and self._scaling.is_due(fleet):
             reports = await self._observer.traffic(members)
+            seen = self._observer.observe(members, self._clock.monotonic())
             instances = [instance for instance in seen if instance.role != "router"]
             await self._scaling.decide(fleet, instances, reports, self._observer.decode_capacity())
+        # Steps may have ended while the routers answered: from here to the steps of this round nothing is awaited.
+        members = list(self._backend.members())
+        now = self._clock.monotonic()
+        seen = self._observer.observe(members, now)
         steps = [
             *plan(routers, [instance for instance in seen if instance.role == "router"], self._failures, now),
             *plan(fleet, [instance for instance in seen if instance.role != "router"], self._failures, now),
