@@ -15,9 +15,7 @@ from zlib import crc32
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvferry.connectors.kv_store import prober
-from kvferry.store.base import KVStore, StoreOptions
-from kvferry.store.tier import Tier
+from kvferry.store.machine import MACHINE
 from support import dynamo_workers
 from support.lmcache_server import LMCacheServer, is_installed
 from support.long_files import starting_place
@@ -48,18 +46,12 @@ def _memory_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _patience(request: pytest.FixtureRequest) -> Iterator[None]:
     """A store, or a P that writes to one, is slow here because other tests compute, and is waited for all the same;
     but in tests of what happens to those that do not answer."""
-    if request.node.get_closest_marker("short_deadlines"):
-        return
-    init, usual_s = Tier.__init__, StoreOptions().deadline_s
-
-    def patient(self: Tier, name: str, url: str, store: KVStore, deadline_s: float) -> None:
-        init(self, name, url, store, PATIENCE_S if deadline_s == usual_s else deadline_s)
-
-    monkeypatch.setattr(Tier, "__init__", patient)
-    monkeypatch.setattr(prober, "HEARTBEAT_TIMEOUT_S", PATIENCE_S)
+    MACHINE.min_deadline_s = 0.0 if request.node.get_closest_marker("short_deadlines") else PATIENCE_S
+    yield
+    MACHINE.min_deadline_s = 0.0
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from adapters.conftest import ModelMaker, PromptMaker, VllmMaker, connector
-from support.processes import until
 from support.vllm_process import WAIT_S, Answer, VllmProcess, early_ticket
+from support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(240)]
 

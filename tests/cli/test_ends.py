@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import until
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

@@ -12,6 +12,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.messages.traffic import Decided, FleetPlan, RequestObservation, TrafficReport
 from kvferry.dashboard.feed import Feed, FeedSettings
 from support.page_source import FakeSource, record, view
+from support.waiting import eventually
 
 FAST = FeedSettings(tick_s=0.02, history_s=10.0)
 
@@ -124,8 +125,7 @@ async def test_a_look_that_fails_ends_no_page(caplog: pytest.LogCaptureFixture) 
     feed = Feed(source, SYSTEM_CLOCK, FAST)
     page, _ = await feed.open()
     source.failure = RuntimeError("planted")
-    while "the page could not be updated" not in caplog.text:
-        await asyncio.sleep(FAST.tick_s)
+    await eventually(lambda: "the page could not be updated" in caplog.text, every_s=FAST.tick_s)
     source.failure = None
     while not page.queue.empty():
         page.queue.get_nowait()

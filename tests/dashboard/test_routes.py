@@ -17,6 +17,7 @@ from kvferry.http.server.http_server import HttpServer
 from support.browser import Browser, chromium, require_chromium
 from support.page_server import HOSTILE, Answers, serving, url_of
 from support.page_source import FakeSource, record, view
+from support.waiting import eventually
 
 AXE = Path(__file__).parents[2] / ".browser" / "axe.min.js"
 SERIOUS = """;
@@ -150,8 +151,7 @@ async def test_a_stranger_sees_nothing_and_a_key_opens_it(browser: Browser) -> N
         assert "secret-key" not in await on(browser, "run", "return document.documentElement.outerHTML + location.href")
         await on(browser, "run", "window.confirm = () => true; document.querySelector('#list-d .row button').click()")
         async with asyncio.timeout(10):
-            while not answers.calls:
-                await asyncio.sleep(0.02)
+            await eventually(lambda: answers.calls)
         assert answers.calls == [("/kvferry/instances/drain", b'{"instance":"decode-0"}', True)]
         await on(browser, "run", "sessionStorage.clear()")
         await on(browser, "log")

@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from support.endless import PLANTED
-from support.processes import KvferryProcess, begun, until
+from support.processes import KvferryProcess, begun
+from support.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.short_deadlines]
 

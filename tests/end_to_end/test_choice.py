@@ -19,7 +19,8 @@ from kvferry.http.server.config import HttpConfig
 from kvferry.router.choice.cost import LinearFit
 from kvferry.router.choice.disaggregation import Threshold
 from router.peers import routing
-from support.processes import AUTH_TOKEN, Cluster, cluster, until
+from support.processes import AUTH_TOKEN, Cluster, cluster
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

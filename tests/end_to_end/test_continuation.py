@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from support.processes import Cluster, KvferryProcess, begun, cluster, kvferry, until
+from support.processes import Cluster, KvferryProcess, begun, cluster, kvferry
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

@@ -15,7 +15,8 @@ import pytest
 
 from kvferry.cli.fleet import command as commands
 from support.members import Member
-from support.processes import AUTH_TOKEN, KvferryProcess, kvferry, until
+from support.processes import AUTH_TOKEN, KvferryProcess, kvferry
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from support.processes import Cluster, cluster, until
+from support.processes import Cluster, cluster
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

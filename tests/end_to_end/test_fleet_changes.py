@@ -21,7 +21,8 @@ from conftest import ModelMaker
 from kvferry.fleet.places import ledger_of, running_folder
 from kvferry.fleet.processes.process import PROGRAM
 from support.fleets import SPEC, Fleet, Load, change_at_random, require_clean, use_state_in
-from support.processes import is_running, until
+from support.processes import is_running
+from support.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 

@@ -21,9 +21,10 @@ from conftest import ModelMaker
 from kvferry.fleet.places import ledger_of
 from kvferry.fleet.processes.start_time import started_at
 from support.fleets import Load, change_at_random, require_clean, use_state_in
-from support.processes import KvferryProcess, begun, run, until
+from support.processes import KvferryProcess, begun, run
 from support.ray_fleets import ACTOR, NAME, PROCESS, RayFleet, SharedFleet, eventually, fleet_on, replaced
 from support.ray_nodes import Nodes, ray_nodes, runs
+from support.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 

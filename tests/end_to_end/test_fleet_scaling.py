@@ -19,7 +19,8 @@ import pytest
 from kvferry.core.messages.traffic import TrafficReport
 from kvferry.fleet.places import ledger_of
 from support.fleets import Fleet, use_state_in
-from support.processes import OPERATOR, until
+from support.processes import OPERATOR
+from support.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.full]
 

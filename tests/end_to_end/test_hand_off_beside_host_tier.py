@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from conftest import ModelMaker
-from support.processes import OPERATOR, KvferryProcess, kvferry, sum_of, until
+from support.processes import OPERATOR, KvferryProcess, kvferry, sum_of
+from support.waiting import until
 
 # `make test` has what it shows in one process: `engine/test_cache_beside_hand_off.py`.
 pytestmark = [pytest.mark.processes, pytest.mark.full(in_every_part=True)]

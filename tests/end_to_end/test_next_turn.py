@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from support.processes import OPERATOR, Cluster, KvferryProcess, cluster, kvferry, until
+from support.processes import OPERATOR, Cluster, KvferryProcess, cluster, kvferry
+from support.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.full(in_every_part=True)]
 

@@ -26,8 +26,9 @@ import pytest
 from support.flaky_link import FlakyLink, flaky_link
 from support.members import Member
 from support.ports import free_port
-from support.processes import OPERATOR, KvferryProcess, kvferry, until
+from support.processes import OPERATOR, KvferryProcess, kvferry
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

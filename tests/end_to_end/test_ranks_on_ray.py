@@ -20,9 +20,9 @@ from kvferry.engine.engine import Engine
 from kvferry.fleet.processes.start_time import started_at
 from support.engines import run_prompts
 from support.fleets import PROMPTS, Load, require_clean, use_state_in
-from support.processes import until
 from support.ray_fleets import ACTOR, PROCESS, RayFleet, SharedFleet, eventually, fleet_on, replaced
 from support.ray_nodes import Nodes, ray_nodes, runs
+from support.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 

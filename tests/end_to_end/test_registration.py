@@ -11,7 +11,8 @@ import pytest
 
 from support.members import Member
 from support.ports import free_port
-from support.processes import OPERATOR, KvferryProcess, kvferry, until
+from support.processes import OPERATOR, KvferryProcess, kvferry
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

@@ -13,7 +13,8 @@ from conftest import ModelMaker
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from support.engines import GREEDY, random_prompts, run_prompts
-from support.processes import KvferryProcess, begun, cluster, until
+from support.processes import KvferryProcess, begun, cluster
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

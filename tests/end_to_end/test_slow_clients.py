@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from support.processes import KvferryProcess, kvferry
+from support.waiting import eventually
 
 pytestmark = pytest.mark.processes
 
@@ -72,8 +73,7 @@ class Endless:
             await asyncio.sleep(1.0)
 
     async def reaches(self, num_streams: int) -> None:
-        while self.num_streams != num_streams:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: self.num_streams == num_streams)
 
 
 def ask(router: KvferryProcess) -> socket.socket:

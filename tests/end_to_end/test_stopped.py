@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from support.processes import Cluster, KvferryProcess, cluster, until
+from support.processes import Cluster, KvferryProcess, cluster
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

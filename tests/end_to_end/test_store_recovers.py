@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from conftest import ModelMaker
-from support.processes import KvferryProcess, cluster, until
+from support.processes import KvferryProcess, cluster
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

@@ -24,7 +24,7 @@ from kvferry.store.base import Read
 from kvferry.store.block_run import BlockRun
 from kvferry.store.tiers import TieredStore
 from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts
-from support.processes import until
+from support.waiting import until
 
 BLOCK_SIZE = 8
 NUM_PROMPTS = 14

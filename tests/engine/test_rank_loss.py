@@ -21,7 +21,8 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import group, rank_process
 from support import warm
-from support.processes import is_running, kvferry, until
+from support.processes import is_running, kvferry
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

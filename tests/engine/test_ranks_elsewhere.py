@@ -22,7 +22,8 @@ from support.certificates import member_options
 from support.engines import GREEDY, random_prompts, require_same, run_prompts
 from support.pairs import pair_of
 from support.ports import free_port
-from support.processes import is_running, until
+from support.processes import is_running
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

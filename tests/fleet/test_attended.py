@@ -42,6 +42,7 @@ from kvferry.fleet.processes.process import ProcessSpec
 from kvferry.fleet.processes.start_time import started_at
 from kvferry.fleet.spec.fleet_spec import FailureSpec
 from kvferry.http.registrar import Registrar, make_registrar
+from support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("leaves_nobody")
 
@@ -212,8 +213,7 @@ async def test_nor_does_a_second_ctrl_c_wait_for_a_router(monkeypatch: pytest.Mo
     display = RecordingDisplay()
     task = await up(display, {"both": lambda name: replace(foreign(), registrar=registrar)}, grace_s=3600)
     os.kill(os.getpid(), signal.SIGINT)
-    while not left:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: left)
     assert left[0] >= 3600
     async with asyncio.timeout(60):
         assert await end_by(signal.SIGINT, task) == 130

@@ -16,6 +16,7 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from kvferry.fleet.control.controller import Controller, Detached, End
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.processes.process import ProcessSpec
 from kvferry.fleet.spec.fleet_spec import Backend, DesiredFleet, MemberRole, fleet_from
+from support.waiting import eventually
 from support.warm import Program
 
 pytestmark = [
@@ -299,6 +301,10 @@ async def test_whatever_happens_exactly_what_is_wanted_runs_in_the_end(tmp_path:
     await change_at_random(Place(tmp_path, random.Random(SEED)), NUM_CHANGES)
 
 
+def has_begun(controller: Program) -> bool:
+    return bool(controller.output) or controller.process.poll() is not None
+
+
 async def test_controllers_that_are_killed_at_any_moment_start_nobody_twice(tmp_path: Path) -> None:
     """Between the start of a process and its record, for one: each is a process of its own, and ends by SIGKILL a
     moment after it has begun to follow a change."""
@@ -310,8 +316,7 @@ async def test_controllers_that_are_killed_at_any_moment_start_nobody_twice(tmp_
             await place.dice.choice([fleet.apply, fleet.roll, fleet.kill_all, fleet.apply])()
             folder = tmp_path / f"controller-{number}"
             controller = Program(CONTROL.format(folder=str(tmp_path), token=place.token), folder)
-            while not controller.output and controller.process.poll() is None:
-                await asyncio.sleep(0.005)
+            await eventually(partial(has_begun, controller))
             await asyncio.sleep(place.dice.uniform(0.0, 0.6))
             assert controller.process.poll() is None, (folder / "errors").read_text()
             controller.process.kill()

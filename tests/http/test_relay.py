@@ -26,6 +26,7 @@ from kvferry.http.relay import Pattern, Reader, Relays, library, relay
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
+from support.waiting import eventually
 
 from .client.test_http_client import CHUNKED, Script, peer, small_socket
 from .running import Seen, opened, request, running, wire
@@ -252,8 +253,7 @@ async def test_a_client_that_does_not_read_makes_the_instance_wait_and_then_gets
                 caller.reader._transport.pause_reading()  # type: ignore[attr-defined]
                 caller.send(request("/"))
                 async with asyncio.timeout(60):
-                    while not any(one.paused for one in calls):
-                        await asyncio.sleep(0.01)
+                    await eventually(lambda: any(one.paused for one in calls))
                 assert num_sent * len(event) < 2**26
                 stopped.set()
                 caller.reader._transport.resume_reading()  # type: ignore[attr-defined]
@@ -374,8 +374,7 @@ async def test_what_cannot_be_told_to_the_reader_ends_that_stream_and_leaves_not
                 over.set()
                 assert not (await caller.to_end()).endswith(END)
             async with asyncio.timeout(30):
-                while relays_of(client).num_streams or client.statistics()[str(origin)]:
-                    await asyncio.sleep(0.01)
+                await eventually(lambda: not (relays_of(client).num_streams or client.statistics()[str(origin)]))
             over.set()
             if not leaves:
                 await ended.wait()

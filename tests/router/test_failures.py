@@ -24,6 +24,7 @@ from router.peers import (
     routing,
     ticket,
 )
+from support.waiting import eventually
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
 
@@ -114,21 +115,15 @@ async def test_when_all_prefill_is_broken_decode_does_both_until_it_is_back() ->
         assert [await post(url) for _ in range(4)] == [200] * 4
         for p in ps:
             p.healthy = False
-        await holds(lambda: router.services.pools.prefill.num_alive == 0)
+        await eventually(lambda: router.services.pools.prefill.num_alive == 0)
         num_calls = sum(len(p.calls) for p in ps)
         assert [await post(url) for _ in range(4)] == [200] * 4
         assert sum(len(p.calls) for p in ps) == num_calls  # nobody asks them any more
         for p in ps:
             p.healthy, p.answering = True, ticket
-        await holds(lambda: router.services.pools.prefill.num_alive == 2)
+        await eventually(lambda: router.services.pools.prefill.num_alive == 2)
         assert [await post(url) for _ in range(2)] == [200] * 2
     assert d.calls[-1].body.get("kv_transfer_params")
-
-
-async def holds(condition: Any) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_ticket_is_released_when_prefill_gives_the_whole_answer_in_the_end() -> None:

@@ -27,6 +27,7 @@ from router.peers import (
     ticket_when_told,
 )
 from router.request.test_hand_off import BODY, MODES, a_decode, a_prefill, get, post
+from support.waiting import eventually
 
 SOON: dict[str, Any] = {
     "first_byte_timeout_s": 0.2,
@@ -203,15 +204,8 @@ async def test_a_prefill_that_gave_no_answer_is_left_out_until_it_answers_again(
         assert (await post(url))[0] == 200
         assert 'reason="no_prefill"} 1.0' in (await get(url, "/metrics"))[1]
         answers.set()
-        await holds(lambda: prefill.state is InstanceState.UP)
+        await eventually(lambda: prefill.state is InstanceState.UP)
         assert bad.num_completions > begun
-
-
-async def holds(condition: Callable[[], bool]) -> None:
-    """Wait for what the router does beside requests."""
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 # Decode instances.
@@ -336,7 +330,7 @@ async def test_an_instance_that_counts_its_steps_is_waited_for() -> None:
         async with instances(d), routing([], [d.url], **SOON) as (_, url), asyncio.TaskGroup() as group:
             asked = group.create_task(post(url))
             if counts:
-                await holds(lambda: steps > 20)
+                await eventually(lambda: steps > 20)
                 d.go.set()
             assert (await asked)[0] == status
 
@@ -379,7 +373,7 @@ async def test_decode_may_be_silent_while_prefill_works() -> None:
     limits = {**SOON, "first_byte_timeout_s": 1.0}
     async with instances(p, d), routing([p.url], [d.url], **limits) as (_, url), asyncio.TaskGroup() as group:
         asked = group.create_task(post(url))
-        await holds(lambda: steps > 6 or asked.done())  # they are read in turns of the limit's fourth
+        await eventually(lambda: steps > 6 or asked.done())  # they are read in turns of the limit's fourth
         p.go.set()
         d.go.set()
         assert (await asked)[0] == 200
@@ -395,14 +389,14 @@ async def test_an_instance_that_does_not_answer_for_its_health_is_avoided_and_ta
     async with instances(p, bad, good), routing([p.url], [bad.url, good.url], **settings) as (router, url):
         first, _ = router.services.pools.decode.instances
         bad.hangs = True
-        await holds(lambda: first.checks.num_late > 0)
+        await eventually(lambda: first.checks.num_late > 0)
         num_before = len(bad.calls)
         for _ in range(4):
             assert (await post(url))[0] == 200
-        await holds(lambda: not first.usable)
+        await eventually(lambda: not first.usable)
         assert len(bad.calls) == num_before
         bad.hangs = False
-        await holds(lambda: first.usable)
+        await eventually(lambda: first.usable)
         for _ in range(2):
             assert (await post(url))[0] == 200
         assert len(bad.calls) > num_before
@@ -434,7 +428,7 @@ async def test_who_answers_for_its_health_and_nothing_else_is_not_asked() -> Non
     settings = {"health_interval_s": 0.02, "health_timeout_s": 0.5}
     async with mute.serving(), instances(d), routing([mute.url], [d.url], **settings) as (router, url):
         (prefill,) = router.services.pools.prefill.instances
-        await holds(lambda: not prefill.usable)
+        await eventually(lambda: not prefill.usable)
         assert (await post(url))[0] == 200
     assert mute.num_completions == 0
 
@@ -497,7 +491,7 @@ async def test_an_exception_in_one_request_is_that_requests_error(
         assert (await post(url))[0] == 200
         d.go.set()
         assert (await running.content.read()).endswith(b"data: [DONE]\n\n")
-        await holds(lambda: router.services.legs.num_open == 0)
+        await eventually(lambda: router.services.legs.num_open == 0)
 
 
 def fail_for(point: str) -> Callable[..., Any]:
@@ -522,5 +516,7 @@ async def test_an_exception_in_a_look_or_a_release_leaves_the_router_running(mon
             patched.setattr("kvferry.router.instances.connections.Connections.ask", fail)
             await raised.wait()
             router.services.releases.start(router.services.pools.prefill.instances[0], "x")
-            await holds(lambda: 'releases_total{outcome="failed"} 1.0' in router.services.metrics.expose([]).decode())
+            await eventually(
+                lambda: 'releases_total{outcome="failed"} 1.0' in router.services.metrics.expose([]).decode()
+            )
         assert (await post(url))[0] == 200

@@ -31,8 +31,8 @@ from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
 from kvferry.router.instances.instance import InstanceState
-from router.instances.test_membership import holds
 from router.peers import DECODE, SECRET, Peer, answer, instances, routing, signed
+from support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 HTTP = HttpConfig(api_key=("key-of-a-client",), admin_key=("key-of-an-operator",), secret=SECRET, shutdown_grace_s=1)
@@ -125,7 +125,7 @@ async def test_a_backend_without_the_token_is_sent_no_key(key: str | None) -> No
     listener = Listener()
     settings: dict[str, Any] = {"access": InstanceAccess(instance_api_key=key), "health_interval_s": 0.02}
     async with listener.listening(), routing([], [listener.url], HTTP, **settings) as (router, front):
-        await holds(lambda: router.services.pools.decode.instances[0].state is InstanceState.UP)
+        await eventually(lambda: router.services.pools.decode.instances[0].state is InstanceState.UP)
         assert await ask(front, "POST", "/v1/completions", {"Authorization": "Bearer key-of-a-client"}, BODY) == 200
         await ask(front, "GET", "/metrics?instances=all", {"Authorization": "Bearer key-of-an-operator"})
         await ask(
@@ -135,7 +135,7 @@ async def test_a_backend_without_the_token_is_sent_no_key(key: str | None) -> No
             {"Authorization": "Bearer key-of-an-operator"},
             b'{"instance":"decode-0"}',
         )
-        await holds(lambda: b"GET /metrics" in b"".join(listener.heads))
+        await eventually(lambda: b"GET /metrics" in b"".join(listener.heads))
     said = b"".join(listener.heads)
     assert {head.split()[1].partition(b"?")[0] for head in listener.heads} >= {
         *(b"/health", b"/kvferry/challenge", b"/kvferry/instance", b"/metrics", b"/v1/completions")
@@ -174,10 +174,12 @@ async def test_what_an_instance_is_sent_opens_nothing() -> None:
     ours, other = Instance(), Instance()
     async with serving(ours, other), routing([], [ours.url], HTTP, health_interval_s=0.02) as (router, front):
         (instance,) = router.services.pools.decode.instances
-        await holds(lambda: instance.state is InstanceState.UP)
+        await eventually(lambda: instance.state is InstanceState.UP)
         router.services.releases.start(instance, "a hand-off")
         await ask(front, "GET", "/metrics?instances=all", {"Authorization": "Bearer key-of-an-operator"})
-        await holds(lambda: {"/kvferry/release", "/metrics", "/kvferry/instance"} <= {one.path for one in ours.taken})
+        await eventually(
+            lambda: {"/kvferry/release", "/metrics", "/kvferry/instance"} <= {one.path for one in ours.taken}
+        )
         sent = [one for one in ours.taken if b"authorization" in one.first]
         assert {one.path for one in sent} == {"/kvferry/release", "/metrics", "/kvferry/instance"}
         for one in sent:
@@ -252,7 +254,7 @@ async def test_one_that_does_not_say_what_it_is_is_named(caplog: pytest.LogCaptu
     """As with an admin key in the environment of both, and no token."""
     closed = Instance(secret="")
     async with serving(closed), routing([], [closed.url], health_interval_s=0.02):
-        await holds(lambda: "KVFERRY_AUTH_TOKEN" in caplog.text and "--instance-api-key" in caplog.text)
+        await eventually(lambda: "KVFERRY_AUTH_TOKEN" in caplog.text and "--instance-api-key" in caplog.text)
 
 
 async def test_a_server_that_hangs_costs_each_who_asks_it_no_more_than_their_time() -> None:
@@ -292,16 +294,14 @@ async def test_who_is_restarted_is_met_again_and_what_is_busy_is_no_stranger() -
         with pytest.raises(PeerLost, match="503"):
             await status()
         writer.close()
-        while one.server.service.connections:
-            await asyncio.sleep(0)
+        await eventually(lambda: not one.server.service.connections, every_s=0)
         assert await status() == 200
         one.server.service.guard = Guard.from_config(structs.replace(one.server.config, name="after a restart"))
         assert await status() == 200
         one.server.service.guard = Guard.from_config(structs.replace(one.server.config, secret="another token"))
         with pytest.raises(PeerLost):
             await status()
-        while one.server.service.connections:
-            await asyncio.sleep(0)
+        await eventually(lambda: not one.server.service.connections, every_s=0)
         with pytest.raises(IdentityLost, match="does not hold the same token"):
             await status()
 
@@ -316,16 +316,16 @@ async def test_who_takes_the_port_of_an_instance_gets_no_request(caplog: pytest.
         port = one.server.ports[0]
         assert await ask(url, "POST", "/v1/completions", {}, BODY) == 200
         one.server.stop()
-        await holds(lambda: not one.server.service.connections)
+        await eventually(lambda: not one.server.service.connections)
         async with await asyncio.start_server(stranger, "127.0.0.1", port):
             asking = [ask(url, "POST", "/v1/completions", {}, BODY) for _ in range(32)]
             assert not {200}.intersection(await asyncio.gather(*asking))
-            await holds(lambda: "another server answers" in caplog.text)
+            await eventually(lambda: "another server answers" in caplog.text)
         assert stranger.heads
         assert all(head.startswith(b"GET /kvferry/challenge?nonce=") for head in stranger.heads)
         assert b"authorization" not in b"".join(stranger.heads).lower()
         async with serving(Instance(api_key=(), admin_key=(), port=port)):
-            await holds(lambda: seen.trusted)
+            await eventually(lambda: seen.trusted)
             assert await ask(url, "POST", "/v1/completions", {}, BODY) == 200
 
 

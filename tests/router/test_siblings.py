@@ -9,7 +9,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from kvferry.fleet.processes.ready import InstanceReady, start_messages
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, chat, event, instances, routing, ticket
 from support.certificates import Authority
 from support.processes import is_running
+from support.waiting import eventually
 
 SERVE = """
 import asyncio, json, sys
@@ -152,15 +153,6 @@ async def url_of(process: Process) -> str:
     raise AssertionError("the routers did not start")
 
 
-async def until(done: Callable[[], Any]) -> None:
-    """The test's own time limit ends it."""
-    while True:
-        found = done()
-        if await found if asyncio.iscoroutine(found) else found:
-            return
-        await asyncio.sleep(0.05)
-
-
 async def complete(router: Workers, **more: Any) -> int:
     async with aiohttp.ClientSession() as session:
         async with session.post(router.url + "/v1/completions", json={**BODY, **more}, ssl=False) as response:
@@ -209,14 +201,14 @@ async def test_operators_reach_all_workers_and_a_new_one_knows_what_they_did() -
         assert (status, json.loads(body)["name"]) == (200, "decode-1")
         assert await router.names() == ["decode-0", "decode-1", "prefill-0"]
         assert (await router.ask("POST", "/kvferry/instances/drain", {"instance": "nobody"}))[0] == 404
-        await until(lambda: _everyone_serves(router, more))
+        await eventually(lambda: _everyone_serves(router, more))
         assert (await router.ask("POST", "/kvferry/instances/remove", {"instance": d.url, "force": True}))[0] == 200
-        await until(lambda: _nobody_serves(router, d))
+        await eventually(lambda: _nobody_serves(router, d))
 
         lost = router.pids[0]
         os.kill(lost, signal.SIGKILL)
-        await until(lambda: len(router.now()) == 3 and lost not in router.now())
-        await until(lambda: _names_are(router, ["decode-1", "prefill-0"]))
+        await eventually(lambda: len(router.now()) == 3 and lost not in router.now())
+        await eventually(lambda: _names_are(router, ["decode-1", "prefill-0"]))
         d.calls.clear()
         assert {await complete(router) for _ in range(12)} == {200}
         assert not d.calls
@@ -253,7 +245,7 @@ async def test_a_worker_that_dies_harms_no_stream_of_another() -> None:
         own = router.worker_of(response.connection.transport.get_extra_info("sockname")[1])
         (other,) = set(router.now()) - {own}
         os.kill(other, signal.SIGKILL)
-        await until(lambda: len(router.now()) == 2 and other not in router.now())
+        await eventually(lambda: len(router.now()) == 2 and other not in router.now())
         d.go.set()
         assert await response.content.read() == event("two") + b"data: [DONE]\n\n"
 
@@ -263,11 +255,11 @@ async def test_what_a_lost_worker_had_under_way_is_not_counted_any_more() -> Non
     async with instances(p, d), workers([p.url], [d.url]) as router, aiohttp.ClientSession() as session:
         async with session.post(router.url + "/v1/completions", json={**BODY, "stream": True}) as response:
             assert await response.content.readany() == event("one")
-            await until(lambda: _in_flight_is(router, 1))
+            await eventually(lambda: _in_flight_is(router, 1))
             assert response.connection is not None
             assert response.connection.transport is not None
             os.kill(router.worker_of(response.connection.transport.get_extra_info("sockname")[1]), signal.SIGKILL)
-            await until(lambda: _in_flight_is(router, 0))
+            await eventually(lambda: _in_flight_is(router, 0))
 
 
 async def _in_flight_is(router: Workers, number: int) -> bool:
@@ -285,7 +277,7 @@ async def test_a_signal_has_all_workers_finish_what_they_do() -> None:
         async with session.post(router.url + "/v1/completions", json={**BODY, "stream": True}) as response:
             assert await response.content.readany() == event("one")
             router.process.terminate()
-            await until(lambda: len(router.now()) == 1)  # those without a request are gone
+            await eventually(lambda: len(router.now()) == 1)  # those without a request are gone
             d.go.set()
             assert await response.content.read() == event("two") + b"data: [DONE]\n\n"
         assert await router.process.wait() == 0
@@ -296,8 +288,8 @@ async def test_a_worker_that_stands_still_is_replaced_and_keeps_nobody_from_endi
     async with instances(d), workers([], [d.url], hang_timeout_s=4.0) as router:
         still = router.pids[0]
         os.kill(still, signal.SIGSTOP)
-        await until(lambda: len(router.now()) == 2 and still not in router.now())
-        await until(lambda: _names_are(router, ["decode-0"]))
+        await eventually(lambda: len(router.now()) == 2 and still not in router.now())
+        await eventually(lambda: _names_are(router, ["decode-0"]))
         os.kill(router.now()[0], signal.SIGSTOP)
         router.process.terminate()
         assert await router.process.wait() == 0
@@ -311,12 +303,12 @@ async def test_a_worker_whose_process_cannot_be_started_is_tried_again_and_harms
         parent.rlimit(psutil.RLIMIT_NOFILE, (3, before[1]))  # it gets no descriptor any more
         lost, other = router.pids
         os.kill(lost, signal.SIGKILL)
-        await until(lambda: b"cannot start a process" in log.read_bytes())
+        await eventually(lambda: b"cannot start a process" in log.read_bytes())
         assert router.now() == [other]
         assert await complete(router) == 200
         parent.rlimit(psutil.RLIMIT_NOFILE, before)
-        await until(lambda: len(router.now()) == 2)
-        await until(lambda: _names_are(router, ["decode-0"]))
+        await eventually(lambda: len(router.now()) == 2)
+        await eventually(lambda: _names_are(router, ["decode-0"]))
 
 
 async def test_a_worker_that_is_started_later_goes_by_the_same_files_as_the_others(tmp_path: Path) -> None:
@@ -332,7 +324,7 @@ async def test_a_worker_that_is_started_later_goes_by_the_same_files_as_the_othe
             path.write_text("[nonsense")
         for lost in router.pids:
             os.kill(lost, signal.SIGKILL)
-        await until(lambda: router.num_listening() == 2 and not {*router.now()} & {*router.pids})
+        await eventually(lambda: router.num_listening() == 2 and not {*router.now()} & {*router.pids})
         statuses = [await complete(router, user="someone") for _ in range(20)]
         assert Counter(statuses) == {200: statuses.count(200), 429: 20 - statuses.count(200)}
         assert 1 <= statuses.count(200) <= 2  # one at each worker that it came to
@@ -345,12 +337,12 @@ async def test_a_new_worker_follows_the_file_from_where_the_others_are(tmp_path:
         path.write_text(f"decode {a.url}\ndecode {b.url}\n")
         async with workers([], [], instances_file=path) as router:
             path.write_text(f"decode {b.url}\ndecode {c.url}\n")
-            await until(lambda: _names_are(router, ["decode-1", "decode-2"]))
+            await eventually(lambda: _names_are(router, ["decode-1", "decode-2"]))
             os.kill(router.pids[0], signal.SIGKILL)
-            await until(lambda: router.num_listening() == 2 and router.pids[0] not in router.now())
-            await until(lambda: _names_are(router, ["decode-1", "decode-2"]))
+            await eventually(lambda: router.num_listening() == 2 and router.pids[0] not in router.now())
+            await eventually(lambda: _names_are(router, ["decode-1", "decode-2"]))
             path.write_text(f"decode {c.url}\n")
-            await until(lambda: _names_are(router, ["decode-2"]))
+            await eventually(lambda: _names_are(router, ["decode-2"]))
             b.calls.clear()
             assert {await complete(router) for _ in range(4)} == {200}
             assert not b.calls
@@ -363,7 +355,7 @@ async def test_keys_are_those_of_the_start_at_each_worker(tmp_path: Path) -> Non
         keys.write_text("second\n")
         for lost in router.pids:
             os.kill(lost, signal.SIGKILL)
-        await until(lambda: router.num_listening() == 2 and not {*router.now()} & {*router.pids})
+        await eventually(lambda: router.num_listening() == 2 and not {*router.now()} & {*router.pids})
         async with aiohttp.ClientSession(headers={"Authorization": "Bearer first"}) as session:
             async with session.post(router.url + "/v1/completions", json=BODY) as response:
                 assert response.status == 200
@@ -373,7 +365,7 @@ async def test_workers_end_with_their_parent() -> None:
     d = Peer("decode", answer, facts=DECODE)
     async with instances(d), workers([], [d.url]) as router:
         router.process.kill()
-        await until(lambda: not any(map(is_running, router.pids)))
+        await eventually(lambda: not any(map(is_running, router.pids)))
 
 
 async def test_a_second_router_on_the_same_port_is_refused() -> None:

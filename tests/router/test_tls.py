@@ -13,11 +13,11 @@ from msgspec import structs
 
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
-from router.instances.test_membership import holds
 from router.instances.test_registrations import registering, registrar
 from router.peers import CONCURRENT, DECODE, SECRET, Peer, answer, instances, routing, ticket
 from router.request.test_hand_off import BODY
 from support.certificates import Authority
+from support.waiting import eventually
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ async def test_what_is_wrong_names_the_side_and_its_flag(
     async with instances(d, **served):
         url = d.url.replace("https:", "http:") if what == "no https" else d.url.replace("http:", "https:")
         async with routing([], [url], http, access=access, health_interval_s=0.02):
-            await holds(lambda: re.search(WRONG[what], caplog.text) is not None)
+            await eventually(lambda: re.search(WRONG[what], caplog.text) is not None)
 
 
 async def test_who_registers_is_told_which_side_must_change(authority: Authority, caplog: Any) -> None:
@@ -120,9 +120,9 @@ async def test_who_registers_is_told_which_side_must_change(authority: Authority
     ours = HttpConfig(tls_cert=cert, tls_key=key, secret=SECRET, shutdown_grace_s=1)
     async with instances(d, tls=authority.issue("instance")), routing([], [], ours, registration=True) as (_, url):
         async with registering(registrar(url, d)):
-            await holds(lambda: "name one with --tls-ca of the instance" in caplog.text)
+            await eventually(lambda: "name one with --tls-ca of the instance" in caplog.text)
         async with registering(registrar(url, d, ca=authority.ca)):
-            await holds(lambda: "name one with --tls-ca of the router" in caplog.text)
+            await eventually(lambda: "name one with --tls-ca of the router" in caplog.text)
     assert "--advertise-url" not in caplog.text
     trusted = structs.replace(
         ours, tls_ca=authority.ca, tls_verify_clients=True
@@ -132,4 +132,4 @@ async def test_who_registers_is_told_which_side_must_change(authority: Authority
         routing([], [], trusted, registration=True) as (router, url),
         registering(registrar(url, d, ca=authority.ca)),
     ):
-        await holds(lambda: [one.url for one in router.services.pools] == [d.url])
+        await eventually(lambda: [one.url for one in router.services.pools] == [d.url])

@@ -16,8 +16,9 @@ import pytest
 
 from kvferry.models.catalog import resolve
 from support.ports import free_port
-from support.processes import AUTH_TOKEN, KvferryProcess, begun, kvferry, until
+from support.processes import AUTH_TOKEN, KvferryProcess, begun, kvferry
 from support.sglang_servers import Case
+from support.waiting import until
 
 PYTHON = Path(__file__).parents[2] / os.environ.get("VENV_DYNAMO", ".venv-vllm") / "bin" / "python"
 IS_INSTALLED = (PYTHON.parent.parent / ".kvferry-dynamo-installed").is_file()

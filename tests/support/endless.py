@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from kvferry.transport.fabric.base import FabricPeer
 from kvferry.transport.fabric.shm import ShmFabric
 from kvferry.transport.memory import Span
 from kvferry.transport.transfer_loop import uncancelled
+from support.waiting import eventually
 
 PLANTED = "KVFERRY_ENDLESS"
 
@@ -103,8 +103,7 @@ class EndlessFabric(ShmFabric):
         return peer
 
     async def _pass(self) -> None:
-        while not self.gate.is_set():
-            await asyncio.sleep(0.001)
+        await eventually(self.gate.is_set, every_s=0.001)
 
 
 class EndlessWorkerSide(KVStoreWorkerSide):

@@ -18,7 +18,8 @@ import pytest
 
 from kvferry.fleet.control.ledger import FleetStatus, MemberStatus
 from kvferry.fleet.places import ledger_of, running_folder
-from support.processes import AUTH_TOKEN, OPERATOR, run, until
+from support.processes import AUTH_TOKEN, OPERATOR, run
+from support.waiting import until
 
 SIZES = ((0, 9), (7, 70), (20, 150), (50, 33))
 PROMPTS: list[list[int]] = [[one % 90 + 3 for one in range(begin, begin + size)] for begin, size in SIZES]

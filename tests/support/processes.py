@@ -20,6 +20,7 @@ import httpx
 from kvferry.core.keys import CHALLENGE_PATH, Purpose, Signer
 from kvferry.fleet.processes.ready import InstanceReady, start_messages
 from kvferry.fleet.processes.start_time import started_at
+from support.waiting import until
 from support.warm import Child, Program, run_command
 
 START_S = 120.0
@@ -136,16 +137,6 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def until(holds: Callable[[], bool], within_s: float, context: str | Callable[[], str] = "") -> None:
-    """Ask until it holds; fail after `within_s`, with the end of `context`, or of what it returns then."""
-    deadline = time.monotonic() + within_s
-    while not holds():
-        if time.monotonic() >= deadline:
-            text = context if isinstance(context, str) else context()
-            raise AssertionError(f"not within {within_s} s\n{text[-3000:]}")
-        time.sleep(0.02)  # between two HTTP requests, so that the asked one gets its core
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

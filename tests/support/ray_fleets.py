@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvferry.fleet.processes.start_time import started_at
 from support.fleets import SPEC, Fleet, require_clean
-from support.processes import until
 from support.ray_nodes import Nodes, runs
+from support.waiting import until
 
 NAME = "on-ray"
 ACTOR, PROCESS = 0, 1

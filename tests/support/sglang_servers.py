@@ -18,8 +18,9 @@ import aiohttp
 import httpx
 
 from support.fleets import Fleet
-from support.processes import KvferryProcess, begun, kvferry, sum_of, until
+from support.processes import KvferryProcess, begun, kvferry, sum_of
 from support.sglang_python import PYTHON
+from support.waiting import until
 
 MODEL = "kvferry/tiny-python"
 START_S = 280.0

@@ -23,7 +23,8 @@ import aiohttp
 import httpx
 import psutil
 
-from support.processes import KvferryProcess, begun, kvferry, sum_of, until
+from support.processes import KvferryProcess, begun, kvferry, sum_of
+from support.waiting import until
 
 MODEL = "kvferry/tiny-python"
 VOCABULARY = 4000

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from kv_support import make_layout, soon, until
+from kv_support import make_layout, soon
 
 from kvferry.core.errors import (
     AuthenticationFailed,
@@ -27,6 +27,7 @@ from kvferry.transport.connection import (
     translated_errors,
 )
 from kvferry.transport.control import Listener, dial
+from support.waiting import eventually
 
 HERE = Identity("here", make_layout())
 THERE = Identity("there", make_layout())
@@ -57,7 +58,7 @@ async def require_alive(listener: Listener, token: str = "secret") -> None:
 
 
 async def until_rejected(listener: Listener, kind: str) -> None:
-    await until(lambda: f"rejected_{kind}" in listener.statistics())
+    await eventually(lambda: f"rejected_{kind}" in listener.statistics())
 
 
 @pytest.mark.parametrize("token", ["secret", ""])
@@ -267,7 +268,7 @@ async def test_who_does_not_say_who_they_are_keep_no_peer_out(monkeypatch: pytes
             await peer.close()
         for mute in mutes:
             mute.close()
-        await until(lambda: listener.statistics()["open_connections"] == 0)
+        await eventually(lambda: listener.statistics()["open_connections"] == 0)
         assert not listener._unauthenticated
 
 
@@ -281,4 +282,4 @@ async def test_strangers_are_bounded_wherever_they_come_from(monkeypatch: pytest
         ]
         assert await is_refused(mutes[-1])
         mutes[0].close()
-        await until(lambda: listener.statistics()["open_connections"] == 1)
+        await eventually(lambda: listener.statistics()["open_connections"] == 1)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_support import BlockRegion, make_layout, soon, until
+from kv_support import BlockRegion, make_layout, soon
 from numpy.typing import NDArray
 
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError
@@ -29,6 +29,7 @@ from kvferry.transport.options import TransportOptions
 from kvferry.transport.tls import ChannelTls, channel_tls, encrypt
 from support.certificates import Authority
 from support.libraries import require_library
+from support.waiting import eventually
 
 HERE, THERE = Identity("here", make_layout()), Identity("there", make_layout())
 PING = Hello(PROTOCOL_VERSION, "ping", b"")
@@ -126,7 +127,7 @@ async def test_one_side_without_tls_is_told_on_both(
     async with echo_listener(listening) as listener:
         with caplog.at_level(logging.WARNING), pytest.raises(ProtocolError, match=r"TLS.*tls_cert, tls_key and tls_ca"):
             await call(listener, dialler)
-        await until(lambda: "rejected_ProtocolError" in listener.statistics())
+        await eventually(lambda: "rejected_ProtocolError" in listener.statistics())
         assert "the peer uses" in caplog.text
         await call(listener, listening)
 
@@ -141,7 +142,7 @@ async def test_a_certificate_of_another_authority_is_refused(member: ChannelTls,
             ) as refusal:
                 await call(listener, ours)
             assert f":{listener.port}" in str(refusal.value)
-            await until(lambda: "rejected_AuthenticationFailed" in listener.statistics())
+            await eventually(lambda: "rejected_AuthenticationFailed" in listener.statistics())
 
 
 async def test_a_diallers_certificate_of_another_authority_is_refused(
@@ -152,7 +153,7 @@ async def test_a_diallers_certificate_of_another_authority_is_refused(
     async with echo_listener(member) as listener:
         with pytest.raises(AuthenticationFailed, match=r"refuses the certificate of this instance.*unknown ca"):
             await call(listener, forged)
-        await until(lambda: "rejected_AuthenticationFailed" in listener.statistics())
+        await eventually(lambda: "rejected_AuthenticationFailed" in listener.statistics())
         assert "127.0.0.1:" in caplog.text, "the log says who it was"
         await call(listener, member)
 
@@ -166,7 +167,7 @@ async def test_an_expired_certificate_is_refused_by_name(
     async with echo_listener(theirs) as listener:
         with pytest.raises(AuthenticationFailed, match=r"certificate (has )?expired"):
             await call(listener, ours)
-        await until(lambda: "rejected_AuthenticationFailed" in listener.statistics())
+        await eventually(lambda: "rejected_AuthenticationFailed" in listener.statistics())
         assert "expired" in caplog.text
 
 
@@ -176,7 +177,7 @@ async def test_a_dialler_without_a_certificate_is_refused(member: ChannelTls, au
     async with echo_listener(member) as listener:
         with pytest.raises(KvferryError, match="certificate"):
             await call(listener, ChannelTls(member.server, nobody))
-        await until(lambda: "rejected_AuthenticationFailed" in listener.statistics())
+        await eventually(lambda: "rejected_AuthenticationFailed" in listener.statistics())
 
 
 HOSTILE = {

@@ -14,9 +14,6 @@ from kvferry.core.errors import KvferryError
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 2.0
-"""Seconds between two probes; the pause doubles with each that fails."""
-
 
 class Breaker:
     """The breaker of one tier, on one event loop. Owns the task that probes the tier. `url` is for the log. `probe`
@@ -25,8 +22,12 @@ class Breaker:
     probe_s = 10.0
     """Maximum seconds for one probe; a probe within them may still fail because its answer was too late."""
 
-    def __init__(self, url: str, probe: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, url: str, probe: Callable[[], Awaitable[None]], first_pause_s: float = 0.25, max_pause_s: float = 2.0
+    ) -> None:
+        """Seconds between two probes: `first_pause_s`, doubled with each probe that fails, up to `max_pause_s`."""
         self._url, self._probe = url, probe
+        self._first_pause_s, self._max_pause_s = first_pause_s, max_pause_s
         self._probing: asyncio.Task[None] | None = None
         self.num_failures = 0
         """Failures since the start."""
@@ -53,10 +54,10 @@ class Breaker:
             await asyncio.wait({self._probing}, timeout=1.0)
 
     async def _probe_until_it_answers(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s = self._first_pause_s
         while True:
             await asyncio.sleep(pause_s)
-            pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+            pause_s = min(self._max_pause_s, 2 * pause_s)
             try:
                 async with asyncio.timeout(self.probe_s):
                     await self._probe()

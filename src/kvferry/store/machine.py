@@ -16,6 +16,9 @@ class Machine:
     """The machine on which this process runs."""
 
     disk: Disk = DISK
+    min_deadline_s: float = 0.0
+    """Minimum deadline of one call of a store, and minimum wait for a producer's heartbeat: more than 0 where other
+    work keeps this machine so busy that a late answer shows nothing."""
 
     def threads(self, number: int, name: str, *, moves_blocks: bool = True) -> Threads:
         """At most `number` threads for calls that block. `moves_blocks` false: the calls take negligible time, if they

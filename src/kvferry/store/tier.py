@@ -41,28 +41,45 @@ class RefusedWrites:
     note: tuple[str, bytes, float] | None = None
 
 
+@dataclass(frozen=True)
+class TierTimes:
+    """Seconds that a tier has for what no request waits for. All are minimums: a longer `deadline_s` replaces them."""
+
+    open_s: float = 5.0
+    """Deadline for opening the store."""
+    close_s: float = 3.0
+    """Deadline for closing the store; a tier that is down has a third of it."""
+    put_s: float = 5.0
+    """Deadline of a put."""
+    loop_close_s: float = 1.0
+    """Wait for a separate loop to end; a loop in a call that does not return is left behind."""
+    first_pause_s: float = 0.25
+    max_pause_s: float = 2.0
+    """Pause before the first probe of a tier that is down, which doubles up to the maximum."""
+
+
+TIER_TIMES = TierTimes()
+
+
 class Tier:
     """A store with its deadline (seconds for one call, besides the time that blocks take). Used on one event loop."""
 
     retry_s = 0.5
     """Seconds before a refused put or note is retried."""
-    loop_close_s = 1.0
-    """Seconds that `close` waits for a separate loop to end; a loop in a call that does not return is left behind."""
     max_probed = 32
     """Blocks that are read again to find out whether the tier is still too slow."""
     lookup_s = 0.002
     """Seconds to look up one block, as on a disk with cold caches, in addition to the deadline."""
-    put_s = 5.0
-    """Minimum deadline of a put, for which no request waits."""
     min_bytes_per_s = 64 * 2**20
     """Blocks may take the time that this rate allows, in addition to the deadline: KV that comes more slowly is hardly
     worth loading."""
 
-    def __init__(self, name: str, url: str, store: KVStore, deadline_s: float) -> None:
+    def __init__(self, name: str, url: str, store: KVStore, deadline_s: float, times: TierTimes = TIER_TIMES) -> None:
         """`name`: its number in the list, from 0, and its scheme: `1 (file)`. `url`: without its password, for the
         log."""
-        self.name, self.store, self.deadline_s = name, store, deadline_s
-        self.breaker = Breaker(url, self._probe)
+        self.name, self.store, self._times = name, store, times
+        self.deadline_s = max(deadline_s, store.machine.min_deadline_s)
+        self.breaker = Breaker(url, self._probe, times.first_pause_s, times.max_pause_s)
         self.is_open = self._is_closed = False
         self._refused = RefusedWrites()
         self._retry_task: asyncio.Task[None] | None = None
@@ -132,7 +149,7 @@ class Tier:
             await self._call(self.store.close)
         finally:
             if self._separate_loop is not None:
-                self._separate_loop.close(self.loop_close_s)
+                self._separate_loop.close(self._times.loop_close_s)
 
     async def _call(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Make a call of the store. On a separate loop, the call is left behind when this is cancelled."""
@@ -181,7 +198,7 @@ class Tier:
         if not blocks:
             return []
         num_bytes = self.store.layout.block_bytes * len(blocks)
-        all_dropped, limit_s = [Put.DROPPED] * len(blocks), max(self.deadline_s, self.put_s)
+        all_dropped, limit_s = [Put.DROPPED] * len(blocks), max(self.deadline_s, self._times.put_s)
         outcomes = await self._ask(partial(self._put, blocks), all_dropped, limit_s, num_bytes)
         dropped = (block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Put.DROPPED)
         self._set_refused(RefusedWrites(next(dropped, None), self._refused.note))

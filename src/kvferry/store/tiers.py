@@ -31,12 +31,10 @@ from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
 from kvferry.store.block_run import BlockRun
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.table import MAX_TIERS, StoreSpec, stored_layout
-from kvferry.store.tier import Tier
+from kvferry.store.tier import TIER_TIMES, Tier, TierTimes
 from kvferry.store.tier_copies import TierCopies
 
 WritePolicy = Literal["through", "back"]
-OPEN_S, CLOSE_S = 5.0, 3.0
-"""Minimum deadlines for opening and for closing a tier; a tier that is down has a third of it to close."""
 GAUGES = frozenset({"kept_bytes", "pinned_blocks", "moving_bytes", "dirty_blocks"}) | {
     f"tier{level}_{name}" for level in range(MAX_TIERS) for name in ("healthy", "kept_bytes", "pinned_blocks")
 }
@@ -56,6 +54,7 @@ class TieredStore(KVStore):
         layout: KVLayout,
         write: WritePolicy = "through",
         machine: Machine = MACHINE,
+        times: TierTimes = TIER_TIMES,
     ) -> None:
         assert specs, "a store without tiers"
         super().__init__("", StoreOptions(), layout)
@@ -63,11 +62,11 @@ class TieredStore(KVStore):
         store_layout = stored_layout(specs, layout)
         stores = [spec.make(store_layout, machine) for spec in specs]
         self.tiers = [
-            Tier(f"{index} ({spec.url.scheme})", str(spec.url), store, spec.options.deadline_s)
+            Tier(f"{index} ({spec.url.scheme})", str(spec.url), store, spec.options.deadline_s, times)
             for index, (spec, store) in enumerate(zip(specs, stores, strict=True))
         ]
         self.activity = CombinedActivity([store.activity for store in stores])
-        self._write = write
+        self._write, self._times = write, times
         self._copies = TierCopies(self.tiers, layout, self.activity.count)
 
     @property
@@ -90,7 +89,7 @@ class TieredStore(KVStore):
         for tier in self.tiers:
             if not tier.is_up:
                 continue
-            limit_s = max(tier.deadline_s, OPEN_S)
+            limit_s = max(tier.deadline_s, self._times.open_s)
             try:
                 async with asyncio.timeout(limit_s):
                     await tier.open()
@@ -100,12 +99,13 @@ class TieredStore(KVStore):
                 tier.mark_failed(str(error))
 
     async def close(self) -> None:
-        """Copy the remaining dirty blocks to the lower tiers, and close all tiers, each within `CLOSE_S` or its
-        deadline."""
-        await self._copies.close(max(CLOSE_S, *(tier.deadline_s for tier in self.tiers)))
+        """Copy the remaining dirty blocks to the lower tiers, and close all tiers, each within `TierTimes.close_s`
+        or its deadline."""
+        close_s = self._times.close_s
+        await self._copies.close(max(close_s, *(tier.deadline_s for tier in self.tiers)))
         for tier in self.tiers:
             with suppress(KvferryError, TimeoutError):
-                async with asyncio.timeout(max(CLOSE_S, tier.deadline_s) if tier.is_up else CLOSE_S / 3):
+                async with asyncio.timeout(max(close_s, tier.deadline_s) if tier.is_up else close_s / 3):
                     await tier.close()
 
     # Blocks.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from adapters.conftest import PromptMaker, VllmMaker, connector
-from support.processes import until
 from support.vllm_process import WAIT_S, VllmProcess
+from support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(240)]
 

@@ -13,7 +13,8 @@ import pytest
 from kvferry.bridge.dynamo.member import MemberSettings, published_events, worker_environment
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.instance_facts import EventsAddress
-from support.processes import is_running, until
+from support.processes import is_running
+from support.waiting import until
 
 ARGUMENTS = ("prefill", "prefill-0", "127.0.0.1", "8001", "5", "--", "python", "-m", "dynamo.vllm")
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from kvferry.bridge.dynamo.system_server import SystemServer, WorkerLoad, read_load
+from support.waiting import eventually
 
 METRICS = b"""# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",worker_id="a"} 3.0
@@ -69,15 +70,13 @@ async def followed() -> AsyncIterator[tuple[Server, SystemServer]]:
 
 
 async def until(system: SystemServer, *, healthy: bool) -> None:
-    while system.healthy != healthy:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: system.healthy == healthy)
 
 
 async def test_health_and_load_are_followed() -> None:
     async with followed() as (server, system):
         assert system.healthy
-        while system.load is None:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: system.load is not None)
         assert system.load == WorkerLoad(7, 2, 0.5)
         server.status = 503
         await until(system, healthy=False)
@@ -95,9 +94,7 @@ async def test_one_that_hangs_is_unhealthy_until_it_answers() -> None:
 
 async def test_metrics_without_end_are_no_load() -> None:
     async with followed() as (server, system):
-        while system.load is None:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: system.load is not None)
         server.metrics = b"x" * (SystemServer.max_bytes + 1)
-        while system.load is not None:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: system.load is None)
         assert system.healthy

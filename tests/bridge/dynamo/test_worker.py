@@ -22,6 +22,7 @@ from kvferry.core.messages.hand_off import Consume, HandOff, Produce, Ticket, pa
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from support.processes import AUTH_TOKEN
+from support.waiting import eventually
 
 EOS = 2
 ENDPOINT = DynamoEndpoint(namespace="dynamo", component="backend", role="decode")
@@ -174,8 +175,7 @@ async def test_a_worker_that_was_lost_is_well_when_it_answers_a_probe() -> None:
     assert not worker.healthy
     is_gone = False
     async with asyncio.timeout(10):
-        while not worker.healthy:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: worker.healthy)
     assert client.requests[-1]["_HEALTH_CHECK"] is True
     worker.leave()
     assert not worker.healthy
@@ -189,8 +189,7 @@ async def test_a_ticket_that_nobody_uses_is_given_up_by_a_decode_worker() -> Non
     worker.refused(Produce("t2"))
     worker.refused(None)
     async with asyncio.timeout(10):
-        while not client.num_ended:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: client.num_ended)
     [request] = client.requests
     assert request["prefill_result"]["disaggregated_params"] == PARAMS
     assert request["stop_conditions"]["max_tokens"] == 1

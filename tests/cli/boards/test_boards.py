@@ -21,7 +21,8 @@ from kvferry.cli.boards.panels import ALERTS, ROWS, expressions
 from kvferry.cli.boards.rules import alert_rules, scrape_config
 from kvferry.cli.main import main
 from kvferry.fleet.processes.vllm.ports import free_ports
-from support.processes import Cluster, cluster, until
+from support.processes import Cluster, cluster
+from support.waiting import until
 
 NAME = re.compile(r"\b(?:vllm:|kvferry:|kvferry_)\w+")
 FROM_CONNECTORS = {"kvferry:connector_taken_bytes_total"}

@@ -21,7 +21,8 @@ from kvferry.cli.main import main
 from kvferry.core.messages.kept import KeptBlocks, TierShare
 from kvferry.http.client.http_client import HttpClient
 from kvferry.store import upkeep
-from support.processes import KvferryProcess, cluster, kvferry, run, until
+from support.processes import KvferryProcess, cluster, kvferry, run
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

@@ -26,6 +26,7 @@ from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits
 from kvferry.models import catalog
 from router.peers import SECRET, routing
+from support.waiting import until
 
 HTTP = HttpConfig(shutdown_grace_s=1, secret=SECRET)
 
@@ -299,8 +300,7 @@ def test_paths_of_a_spec_begin_where_it_was_applied_whoever_starts_the_controlle
     ledger = Ledger(state / "fleets" / "chat")
     try:
         end_controller(ledger)
-        while ledger.has_controller:
-            time.sleep(0.01)
+        until(lambda: not ledger.has_controller)
         monkeypatch.chdir(tmp_path)
         assert main(["fleet", "scale", "chat", "both=0"]) == 0, capsys.readouterr().err
         holder = ledger.controller

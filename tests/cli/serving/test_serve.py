@@ -20,7 +20,8 @@ import pytest
 from conftest import ModelMaker
 from kvferry.fleet.processes.vllm.ports import free_ports
 from support.certificates import Authority
-from support.processes import kvferry, until
+from support.processes import kvferry
+from support.waiting import until
 
 pytestmark = pytest.mark.processes
 

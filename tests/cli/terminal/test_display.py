@@ -15,8 +15,8 @@ from kvferry.cli.router_address import reachable_url
 from kvferry.cli.terminal.display import QuietDisplay
 from kvferry.cli.terminal.log_file import LogFile, open_log
 from kvferry.cli.terminal.summary import ServeSummary, ready_lines
-from support.processes import until
 from support.terminal import on_terminal
+from support.waiting import until
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from support.page_server import HOSTILE, serving, url_of
 from support.page_source import FakeSource, view
+from support.waiting import eventually
 
 
 async def until(top: Top, text: str) -> None:
     async with asyncio.timeout(20):
-        while text not in "\n".join(str(widget.render()) for widget in top.query("Static")):
-            await asyncio.sleep(0.05)
+        await eventually(lambda: text in "\n".join(str(widget.render()) for widget in top.query("Static")))
 
 
 def cells(top: Top) -> list[list[str]]:

@@ -80,7 +80,7 @@ def test_several_requests_at_once(make: Callable[..., FakeEngine], load: str) ->
     for engine in (first, second):
         requests = [engine.add(FakeRequest(f"{number}", tokens)) for number, tokens in enumerate(prompts)]
         engine.run_until(lambda requests=requests: all(r.state == "done" for r in requests))
-        engine.run_until(engine.worker._writer.is_empty)
+        engine.run_until(engine.worker.is_flushed)
     assert [request.num_computed_here for request in requests] == [1] * 5
 
 
@@ -110,7 +110,7 @@ def test_blocks_for_which_there_is_no_pinned_memory_are_neither_saved_nor_loaded
     extra = {"shared_storage_path": str(tmp_path), "build_worker": build}
     first, second = (make_engine("SharedStorageConnector", "kv_both", chunk=4, **extra) for _ in range(2))
     assert first.run(FakeRequest("r", PROMPT)).error is None
-    first.run_until(first.worker._writer.is_empty)
+    first.run_until(first.worker.is_flushed)
     left[0] = 2
     loaded = second.run(FakeRequest("r", PROMPT))
     assert (loaded.state, loaded.num_computed_here) == ("done", len(PROMPT))

@@ -63,7 +63,7 @@ def early_ticket(key: str = "t") -> dict[str, object]:
 
 def settle(engine: FakeEngine) -> None:
     """Until all that was saved is on the server."""
-    engine.run_until(engine.worker._writer.is_empty)
+    engine.run_until(engine.worker.is_flushed)
 
 
 def prefill(producer: FakeEngine, tokens: list[int] = PROMPT, key: str = "t") -> FakeRequest:
@@ -253,6 +253,7 @@ def test_the_server_is_killed_while_p_saves(make: Make, server: ValkeyServer) ->
     require_it_comes_back(producer, consumer)
 
 
+@pytest.mark.short_deadlines
 def test_a_server_that_hangs_holds_nobody_up(make: Make, server: ValkeyServer) -> None:
     store = f"{server.url}?deadline_s=0.2"
     producer, consumer = make("kv_producer", store=store), make("kv_consumer", store=store, timeout_s=SHORT_S)

@@ -45,7 +45,7 @@ def test_p_and_d_hand_off(make: Make, form: str) -> None:
 def test_what_one_computed_another_loads(make: Make) -> None:
     first, second = make("kv_both"), make("kv_both")
     first.run(FakeRequest("a", PROMPT))
-    first.run_until(first.worker._writer.is_empty)
+    first.run_until(first.worker.is_flushed)
     again = second.run(FakeRequest("b", PROMPT))
     assert (again.error, again.num_computed_here) == (None, len(PROMPT) % BLOCK)
     second.require_right(again)

@@ -69,7 +69,7 @@ def early_ticket(key: str = "t") -> dict[str, object]:
 
 def settle(engine: FakeEngine) -> None:
     """Until all that was saved is on the disk."""
-    engine.run_until(engine.worker._writer.is_empty)
+    engine.run_until(engine.worker.is_flushed)
 
 
 def store_files(root: Path) -> list[Path]:

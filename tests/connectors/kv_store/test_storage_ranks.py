@@ -32,7 +32,7 @@ def consumed(tokens: list[int], ticket: dict[str, Any] | None) -> FakeRequest:
 
 
 def until_written(engine: FakeEngine) -> None:
-    engine.run_until(lambda: all(worker._writer.is_empty() for worker in engine.workers))
+    engine.run_until(lambda: all(worker.is_flushed() for worker in engine.workers))
 
 
 def test_a_hand_off_through_the_store(make: Make, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The parts of the cache connector beside the engine's thread, one by one, on a store that the test holds up."""
 
+from __future__ import annotations
+
 import asyncio
 import threading
 import time
@@ -18,7 +20,7 @@ from kvferry.connectors.kv_store.keys import StoredKeys
 from kvferry.connectors.kv_store.loader import StoreLoader
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, heartbeat_name
 from kvferry.connectors.kv_store.plan import LoadBlocks
-from kvferry.connectors.kv_store.prober import HEARTBEAT_POLL_S, HEARTBEAT_TIMEOUT_S, Prober, StoreLookup
+from kvferry.connectors.kv_store.prober import Prober, StoreLookup
 from kvferry.connectors.kv_store.writer import StoreWriter
 from kvferry.connectors.reports import Reports
 from kvferry.core.clock import SYSTEM_CLOCK, ManualClock
@@ -27,9 +29,11 @@ from kvferry.core.messages.hand_off import PrefillResult
 from kvferry.store.arena import Arena
 from kvferry.store.base import Block, KVStore, LayerStore, Put, Read, SharedStore, StoreOptions
 from kvferry.store.block_run import BlockRun
+from kvferry.store.machine import Machine
 from kvferry.store.table import find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
+from support.waiting import until
 
 pytestmark = pytest.mark.short_deadlines
 
@@ -115,13 +119,6 @@ def loop() -> Iterator[TransferLoop]:
     loop.start()
     yield loop
     loop.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def block(name: bytes, num_bytes: int = 100) -> Block:
@@ -327,8 +324,8 @@ def test_a_read_that_never_ends_does_not_hold_the_engine(
 # The prober.
 
 
-def make_prober(store: KVStore) -> Prober:
-    return Prober(lambda: [store], Markers("secret", ManualClock()), StoredKeys("secret"))
+def make_prober(store: KVStore, **options: float) -> Prober:
+    return Prober(lambda: [store], Markers("secret", ManualClock()), StoredKeys("secret"), **options)
 
 
 def test_a_slow_store_holds_up_nobody() -> None:
@@ -393,10 +390,9 @@ def test_many_markers_are_waited_for_at_once(loop: TransferLoop) -> None:
     prober.close()
 
 
-def test_a_look_that_never_ends_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.connectors.kv_store.prober.Prober.probe_s", 0.05)
+def test_a_look_that_never_ends_is_an_answer() -> None:
     store = HeldStore()
-    prober = make_prober(store)
+    prober = make_prober(store, probe_s=0.05)
     prober.start_lookup("r", StoreLookup([b"a"]))
     until(lambda: prober.result("r") is not None)
     answer = prober.result("r")
@@ -429,7 +425,7 @@ def test_a_producer_is_waited_for_as_long_as_it_gives_signs(loop: TransferLoop) 
     assert "p, writes nothing to the store" in str(answer.error)
     assert answer.num_present == 1, "what is there is of use"
     assert store.num_looked > 20
-    assert answer.checked_at - begun > 20 * HEARTBEAT_POLL_S + HEARTBEAT_TIMEOUT_S
+    assert answer.checked_at - begun > 20 * Prober.heartbeat_poll_s + Prober.heartbeat_timeout_s
     prober.close()
 
 
@@ -547,17 +543,17 @@ def test_a_marker_is_believed_only_under_its_name_and_token(loop: TransferLoop) 
     assert loop.submit(Markers("secret", ManualClock()).read(store, "a", 0)).result(20) == marker_of("a")
 
 
-def test_questions_at_the_same_time_open_a_store_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_at_the_same_time_open_a_store_once() -> None:
     """A second opening would leave the first one's memory, descriptors and threads with nobody."""
     made: list[Arena] = []
 
-    def make(name: str, num_bytes: int) -> Arena:
-        made.append(Arena(name, num_bytes))
-        return made[-1]
+    class CountingMachine(Machine):
+        def arena(self, name: str, num_bytes: int) -> Arena:
+            made.append(super().arena(name, num_bytes))
+            return made[-1]
 
-    monkeypatch.setattr("kvferry.store.machine.Arena", make)
     prober = Prober(
-        lambda: [TieredStore(find_stores("memory:6MiB?name=probed"), LAYOUT)],
+        lambda: [TieredStore(find_stores("memory:6MiB?name=probed"), LAYOUT, machine=CountingMachine())],
         Markers("secret", ManualClock()),
         StoredKeys("secret"),
     )

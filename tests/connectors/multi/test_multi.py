@@ -47,7 +47,7 @@ def make(make_engine: MakeEngine) -> MakeEngine:
 
 def settle(engine: FakeEngine, index: int = 1) -> None:
     """Until all that was saved is in that one's store."""
-    engine.run_until(engine.worker.children[index]._writer.is_empty)
+    engine.run_until(engine.worker.children[index].is_flushed)
 
 
 def consumed(tokens: Sequence[int], ticket: dict[str, Any] | None, name: str = "d") -> FakeRequest:
@@ -86,7 +86,7 @@ def test_what_stores_take_of_a_hand_off_is_told_to_the_one_that_hands_off(
     for name in ("a", "b"):
         prefill = producer.run(FakeRequest(name, PROMPT, Produce(name)))
         assert consumer.run(consumed(PROMPT, prefill.ticket, name)).error is None
-        producer.run_until(producer.worker.children[0]._writer.is_empty)
+        producer.run_until(producer.worker.children[0].is_flushed)
     producer.run_until(lambda: producer.scheduler.stores_take_kv() and not producer.held)
     again = producer.run(FakeRequest("c", PROMPT, Produce("c")))
     assert again.ticket is not None

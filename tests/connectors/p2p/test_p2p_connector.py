@@ -1,6 +1,5 @@
 """The P2P connector between engines without a model, in one process and in two."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.testing import tickets
 from kvferry.transport.fabric.shm import ShmPeer
 from kvferry.transport.memory import BlockMemory
+from support.waiting import eventually
 
 MakeEngine = Callable[..., FakeEngine]
 PROMPT = list(range(100, 119))
@@ -121,8 +121,7 @@ def test_the_first_token_comes_before_the_kv(
     go_on, read = threading.Event(), ShmPeer.read
 
     async def read_late(peer: ShmPeer, remote: Any, local: Any, deadline: float) -> None:
-        while not go_on.is_set():
-            await asyncio.sleep(0.001)
+        await eventually(go_on.is_set, every_s=0.001)
         if lost:
             raise PeerLost("gone")
         await read(peer, remote, local, deadline)

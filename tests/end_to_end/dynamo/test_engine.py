@@ -11,7 +11,8 @@ import pytest
 
 from support.dynamo_workers import Deployment, Worker
 from support.ports import free_port
-from support.processes import sum_of, until
+from support.processes import sum_of
+from support.waiting import until
 
 pytestmark = [pytest.mark.dynamo, pytest.mark.processes, pytest.mark.timeout(600)]
 

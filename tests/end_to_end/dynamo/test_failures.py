@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from support.dynamo_workers import Deployment, Served, Worker, instances, until_serving
-from support.processes import OPERATOR, KvferryProcess, until
+from support.processes import OPERATOR, KvferryProcess
+from support.waiting import until
 
 pytestmark = [pytest.mark.dynamo, pytest.mark.processes, pytest.mark.timeout(300)]
 

@@ -13,8 +13,9 @@ import pytest
 
 from support.dynamo_workers import MODEL, ON_CPU, PYTHON, shown, vllm_environment
 from support.fleets import Fleet, use_state_in
-from support.processes import KvferryProcess, until
+from support.processes import KvferryProcess
 from support.sglang_servers import Case, answers, differences
+from support.waiting import until
 
 pytestmark = [pytest.mark.dynamo, pytest.mark.full, pytest.mark.processes, pytest.mark.timeout(1500)]
 

@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from support.dynamo_workers import Deployment, instances, until_serving
-from support.processes import KvferryProcess, is_running, until
+from support.processes import KvferryProcess, is_running
+from support.waiting import until
 
 pytestmark = [pytest.mark.dynamo, pytest.mark.processes, pytest.mark.timeout(300)]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import until
 from support.sglang_servers import SglangFleet, figure, post, router_before
+from support.waiting import until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.processes, pytest.mark.timeout(600)]
 

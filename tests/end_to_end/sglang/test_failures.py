@@ -10,9 +10,10 @@ import httpx
 import psutil
 import pytest
 
-from support.processes import KvferryProcess, until
+from support.processes import KvferryProcess
 from support.sglang_servers import Asking, SglangFleet, bootstrap_port, cases, figure, post, require_idle
 from support.vllm_servers import hold_open
+from support.waiting import until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.processes, pytest.mark.timeout(900)]
 

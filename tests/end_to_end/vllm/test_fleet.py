@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from support.fleets import Fleet, Load, use_state_in
-from support.processes import until
 from support.vllm_servers import MODEL, QUIET, VLLM_ARGUMENTS, figure, require_idle
+from support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(2700), pytest.mark.full]
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from support.multimodal import image, make_blip2
-from support.processes import until
 from support.vllm_servers import Server, held, require_nothing_kept, router_before, vllm_servers
+from support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.models.catalog import resolve
 from support.lora import write_adapter
-from support.processes import KvferryProcess, until
+from support.processes import KvferryProcess
 from support.vllm_servers import (
     MODEL,
     Server,
@@ -24,6 +24,7 @@ from support.vllm_servers import (
     router_before,
     vllm_servers,
 )
+from support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900)]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import until
 from support.vllm_servers import Reference, Served, answers, body_of, figure, hold_open, require_idle, serve_pair
+from support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900), pytest.mark.full]
 

@@ -21,7 +21,7 @@ import httpx
 import pytest
 import torch
 
-from support.processes import KvferryProcess, until
+from support.processes import KvferryProcess
 from support.vllm_servers import (
     Reference,
     Server,
@@ -36,6 +36,7 @@ from support.vllm_servers import (
     vllm_servers,
     within,
 )
+from support.waiting import until
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.processes import KvferryProcess, until
+from support.processes import KvferryProcess
 from support.vllm_servers import (
     Reference,
     Server,
@@ -31,6 +31,7 @@ from support.vllm_servers import (
     vllm_servers,
     within,
 )
+from support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900)]
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from support.ports import free_port
-from support.processes import KvferryProcess, kvferry, until
+from support.processes import KvferryProcess, kvferry
 from support.vllm_servers import VOCABULARY, Server, body_of, kill, vllm_servers
+from support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900)]
 

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from kvferry.router.request.releases import NO_MODEL
-from support.processes import until
 from support.vllm_servers import (
     Reference,
     Served,
@@ -22,6 +21,7 @@ from support.vllm_servers import (
     require_idle,
     serve_pair,
 )
+from support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900)]
 

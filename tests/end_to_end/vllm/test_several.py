@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.processes import KvferryProcess, until
+from support.processes import KvferryProcess
 from support.vllm_servers import (
     Reference,
     Server,
@@ -21,6 +21,7 @@ from support.vllm_servers import (
     router_before,
     vllm_servers,
 )
+from support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.processes import KvferryProcess, until
+from support.processes import KvferryProcess
 from support.vllm_servers import (
     Reference,
     Server,
@@ -18,6 +18,7 @@ from support.vllm_servers import (
     router_before,
     vllm_servers,
 )
+from support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 

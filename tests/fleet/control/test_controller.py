@@ -21,6 +21,7 @@ from kvferry.fleet.control.controller import Controller, Detached, End, FleetFai
 from kvferry.fleet.control.ledger import FleetStatus, Ledger
 from kvferry.fleet.control.router_client import RouterInstanceView
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
+from support.waiting import eventually
 
 HANGS_S = 60.0
 FAST = {"backoff": ["10ms", "50ms"], "hang": "0s"}
@@ -73,8 +74,7 @@ class Controlled:
                 controller.close()
 
     async def until(self, there: Callable[[], Any]) -> None:
-        while not there():
-            await asyncio.sleep(0.01)
+        await eventually(there)
 
     async def settled(self) -> None:
         """Wait until a controller has seen that all is as it is to be now."""

@@ -22,9 +22,9 @@ from kvferry.fleet.control.recommender import REGISTERS_S, Recommender, read_rec
 from kvferry.fleet.control.router_client import RouterClient
 from kvferry.fleet.spec.spec_file import SpecFile
 from kvferry.router.app import Router
-from router.instances.test_membership import holds
 from router.instances.test_registrations import HTTP, SOON, a_decode, a_prefill, registering, registrar
 from router.peers import SECRET, instances, routing
+from support.waiting import eventually
 
 ROLES = {"prefill": {"count": 2, "min": 1, "max": 6}, "decode": {"count": 2, "min": 1, "max": 6}}
 
@@ -59,7 +59,7 @@ async def two_routers() -> AsyncIterator[tuple[list[Router], list[str]]]:
         registering(*(registrar(f"{one},{other}", peer) for peer in (p, d))),
     ):
         for router in (first, second):
-            await holds(lambda router=router: sum(one.usable for one in router.services.pools) == 2)
+            await eventually(lambda router=router: sum(one.usable for one in router.services.pools) == 2)
         yield [first, second], [one, other]
 
 

@@ -20,8 +20,8 @@ from kvferry.fleet.processes.recipe import TOKEN_VARIABLE
 from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec
 from kvferry.http.registrar import make_registrar
 from kvferry.http.server.config import HttpConfig
-from router.instances.test_membership import holds
 from router.peers import SECRET, routing
+from support.waiting import eventually
 
 TOKEN = SECRET
 HTTP = HttpConfig(shutdown_grace_s=1, secret=TOKEN)
@@ -39,21 +39,21 @@ async def test_it_is_there_while_it_serves_and_takes_its_leave() -> None:
     async with routing([], [], HTTP, registration_lease_s=1.0, **SETTINGS) as (router, url):
         registrar = make_registrar((url,), "prefill", host="127.0.0.1", bootstrap_port=7)
         task = await up(display, {"both": lambda name: replace(spec, registrar=registrar)})
-        await holds(lambda: [one.role for one in router.services.pools] == ["prefill"])
+        await eventually(lambda: [one.role for one in router.services.pools] == ["prefill"])
         (instance,) = router.services.pools
         assert spec.foreign is not None
         assert (instance.url, instance.address.bootstrap_port) == (spec.foreign.url, 7)
 
         program = program_of(spec)
         program.send_signal(signal.SIGSTOP)  # it stands still, though its controller does not
-        await holds(lambda: not [one for one in router.services.pools if not one.draining])
+        await eventually(lambda: not [one for one in router.services.pools if not one.draining])
         program.send_signal(signal.SIGCONT)
-        await holds(lambda: bool([one for one in router.services.pools if not one.draining]))
+        await eventually(lambda: bool([one for one in router.services.pools if not one.draining]))
 
         os.kill(os.getpid(), signal.SIGTERM)
         assert await task == 0
         assert not [one for one in router.services.pools if not one.draining]
-        await holds(lambda: not list(router.services.pools))
+        await eventually(lambda: not list(router.services.pools))
 
 
 async def test_a_router_that_is_not_there_keeps_nothing_from_ending() -> None:

@@ -19,6 +19,7 @@ from kvferry.fleet.processes.process import ProcessSpec
 from kvferry.fleet.spec.fleet_spec import FailureSpec, MemberRole
 from kvferry.fleet.spec.restart import RestartPolicy
 from support.certificates import Authority
+from support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("leaves_nobody")
 
@@ -81,8 +82,7 @@ async def test_who_hangs_is_killed_and_comes_back(caplog: pytest.LogCaptureFixtu
     makes = {**FLEET, "prefill": healthy, "decode": lambda name: child(name, HEALTHY, "--port=0", *files)}
     task = await up(display, makes, FailureSpec(hang="1s", backoff=("100ms", "1s")))
     async with asyncio.timeout(60):
-        while "decode-0 answers GET /health" not in caplog.text:
-            await asyncio.sleep(0.05)
+        await eventually(lambda: "decode-0 answers GET /health" in caplog.text)
     os.kill(pids(display, "decode-0")[0], signal.SIGSTOP)
     await display.until(lambda seen: len(urls(seen, "decode-0")) == 2)
     assert "decode-0 has not answered GET /health for" in caplog.text

@@ -19,6 +19,7 @@ from kvferry.http.relay import relay
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
+from support.waiting import eventually
 
 from ..running import Handlers, Seen, opened, request, running, wire
 
@@ -184,8 +185,7 @@ async def test_nothing_is_kept_of_an_origin_without_connections() -> None:
         assert (await client.ask(served.origin, "GET", "/ok", timeout_s=20))[0] == 200
         with pytest.raises(Unreachable):
             await client.ask(Origin("127.0.0.1", 1), "GET", "/ok", timeout_s=20)
-        while client.statistics():
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not client.statistics())
         assert (await client.ask(served.origin, "GET", "/ok", timeout_s=20))[0] == 200
 
 
@@ -196,8 +196,7 @@ async def test_a_connection_that_the_instance_closed_is_not_used_again() -> None
             assert (await client.ask(served.origin, "GET", "/ok", timeout_s=5))[0] == 200
             (connection,) = served.server.service.connections
             connection._writer.transport.close()
-            while served.server.statistics()["connections"]:
-                await asyncio.sleep(0)
+            await eventually(lambda: not served.server.statistics()["connections"], every_s=0)
 
 
 @pytest.mark.parametrize(
@@ -351,8 +350,7 @@ async def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next() -> No
     async with peer(script) as origin, HttpClient() as client:
         await client.ask(origin, "GET", "/", timeout_s=5)
         sent.set()
-        while client.statistics()[str(origin)]:
-            await asyncio.sleep(0)
+        await eventually(lambda: not client.statistics()[str(origin)], every_s=0)
         sent.clear()
         assert (await client.ask(origin, "GET", "/", timeout_s=5))[2] == b"ok"
 

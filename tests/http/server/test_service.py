@@ -8,11 +8,14 @@ import os
 import socket
 import struct
 from contextlib import closing
+from functools import partial
 
 import pytest
 
+from kvferry.http.server.http_server import HttpServer
 from kvferry.http.server.listen import listen
 from kvferry.observe.logs import JsonFormatter
+from support.waiting import eventually
 
 from ..running import Handlers, request, running, wire
 
@@ -245,6 +248,10 @@ async def test_nagles_algorithm_is_off() -> None:
         assert of_server.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
+def is_draining(server: HttpServer) -> bool:
+    return server.lifecycle.draining
+
+
 async def test_servers_that_share_a_socket_serve_while_one_of_them_lives() -> None:
     with closing(listen("127.0.0.1", 0)) as shared:
         async with (
@@ -255,8 +262,7 @@ async def test_servers_that_share_a_socket_serve_while_one_of_them_lives() -> No
             for server in (None, one.server, other.server):
                 if server is not None:
                     server.stop()
-                    while not server.lifecycle.draining:
-                        await asyncio.sleep(0)
+                    await eventually(partial(is_draining, server), every_s=0)
                 async with wire(one.port) as client:
                     client.send(request("/ok"))
                     if server is not other.server:

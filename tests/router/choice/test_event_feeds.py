@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvferry.router.choice import event_feeds
 from kvferry.router.choice.event_feeds import parse_events_address
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
 from router.request.test_hand_off import post
+from support.waiting import eventually
 
 TOKENS = list(range(64))
 
@@ -44,12 +44,6 @@ def stored(first: int, *names: int, medium: str = "GPU", parent: int | None = No
     )
 
 
-async def holds(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def cached(router: Router) -> dict[str, int]:
     """What each instance has of `TOKENS`, by the router's index."""
     from kvferry.router.choice.prompt import Prefix
@@ -71,13 +65,13 @@ async def test_a_prompt_goes_to_the_instance_whose_events_tell_of_its_blocks() -
         async with instances(*peers, d):
             urls = [one.url for one in peers]
             async with routing(urls, [d.url], policy="cost", hand_off="sequential") as (router, url):
-                await holds(lambda: cached(router) == {"prefill-0": 16, "prefill-1": 48})
+                await eventually(lambda: cached(router) == {"prefill-0": 16, "prefill-1": 48})
                 body = {"model": "m", "prompt": TOKENS, "max_tokens": 1}
                 for _ in range(3):
                     assert (await post(url, body))[0] == 200
                 assert (len(peers[0].calls), len(peers[1].calls)) == (0, 3)
                 second.publish([AllBlocksCleared()])
-                await holds(lambda: cached(router).get("prefill-1") is None)
+                await eventually(lambda: cached(router).get("prefill-1") is None)
 
 
 async def test_what_cannot_be_found_by_tokens_alone_is_passed_over() -> None:
@@ -95,7 +89,7 @@ async def test_what_cannot_be_found_by_tokens_alone_is_passed_over() -> None:
         )
         publisher.publish([stored(0, 6)])
         async with instances(p, d), routing([p.url], [d.url]) as (router, _):
-            await holds(lambda: cached(router) == {"prefill-0": 16})
+            await eventually(lambda: cached(router) == {"prefill-0": 16})
 
 
 async def test_the_events_of_vllm_are_where_a_setting_says() -> None:
@@ -106,7 +100,7 @@ async def test_the_events_of_vllm_are_where_a_setting_says() -> None:
             where = publisher.addresses
             setting = f"{p.url}={where.endpoint},{where.replay_endpoint}"
             async with routing([p.url], [d.url], instance_kv_events=(setting,)) as (router, _):
-                await holds(lambda: cached(router) == {"prefill-0": 32})
+                await eventually(lambda: cached(router) == {"prefill-0": 32})
 
 
 async def test_a_feed_that_ended_in_an_error_is_followed_again(monkeypatch: Any) -> None:
@@ -129,7 +123,7 @@ async def test_a_feed_that_ended_in_an_error_is_followed_again(monkeypatch: Any)
             async with asyncio.timeout(60):
                 await ended.wait()
             publisher.publish([stored(16, 2, parent=1)])
-            await holds(lambda: cached(router) == {"prefill-0": 32})
+            await eventually(lambda: cached(router) == {"prefill-0": 32})
 
 
 @pytest.mark.parametrize(

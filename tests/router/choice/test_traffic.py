@@ -20,6 +20,7 @@ from router.instances.test_membership import post as post_here
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, failing, instances, routing, ticket_for
 from router.request.test_hand_off import BODY, a_decode, a_prefill, get, post
 from router.request.test_record import telling
+from support.waiting import eventually
 
 HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,))
 
@@ -143,8 +144,7 @@ async def test_a_request_waits_for_the_first_instance_of_a_fleet_that_had_none()
         ):
             assert answer.status == 200
             assert b": an instance is started: 0 s so far, about 5 s in all" in await answer.content.readline()
-            while router.services.chooser.traffic.num_waiting < 2:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: router.services.chooser.traffic.num_waiting >= 2)
             assert await declare_with(url, plan, [declared("d", d)]) == 200
             rest = await answer.content.read()
         assert await whole == 200

@@ -9,8 +9,9 @@ import aiohttp
 
 from kvferry.http.client.signed_client import bearer
 from kvferry.http.server.config import HttpConfig
-from router.instances.test_membership import KEY, change, holds, post
+from router.instances.test_membership import KEY, change, post
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket
+from support.waiting import eventually
 
 HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,))
 SOON = {"health_interval_s": 0.05, "declared": True, "disaggregate_from": "0", "hand_off": "sequential"}
@@ -44,7 +45,7 @@ async def test_a_router_without_instances_serves_what_is_declared_under_the_flee
         wanted = (declared("d-7", decode), declared("p-3", prefill, "prefill"))
         status, told = await declare(url, *wanted)
         assert (status, sorted(told)) == (200, ["d-7", "p-3"])
-        await holds(lambda: all(one.state.value == "up" for one in router.services.pools))
+        await eventually(lambda: all(one.state.value == "up" for one in router.services.pools))
         assert await post(url) == 200
         assert (len(prefill.calls), len(decode.calls)) == (1, 1)
         members = [one.member for one in router.services.pools]
@@ -92,7 +93,7 @@ async def test_one_drains_until_nothing_runs_there_and_stays_until_it_is_declare
         assert (told["a"]["state"], told["b"]["state"]) == ("draining", "new")
         first.go.set()
         assert await running == 200
-        await holds(lambda: router.services.pools.leaving[0].drained)
+        await eventually(lambda: router.services.pools.leaving[0].drained)
         _, told = await declare(url, *wanted)
         assert told["a"]["drained"]
         assert (await declare(url, declared("b", second)))[1].keys() == {"b"}
@@ -102,11 +103,11 @@ async def test_a_role_changes_at_once_and_what_ran_there_is_finished() -> None:
     able, other = Peer("prefill", ticket, facts=CONCURRENT), a_decode()
     async with instances(able, other), routing([], [], HTTP, **SOON) as (router, url):
         await declare(url, declared("x", able, "prefill"), declared("d", other))
-        await holds(lambda: all(one.state.value == "up" for one in router.services.pools))
+        await eventually(lambda: all(one.state.value == "up" for one in router.services.pools))
         _, told = await declare(url, declared("x", able, "decode"), declared("d", other))
         assert (told["x"]["role"], told["x"]["state"]) == ("decode", "up")
         assert told["x-prefill"]["draining"]
-        await holds(lambda: not router.services.pools.leaving)
+        await eventually(lambda: not router.services.pools.leaving)
 
 
 async def test_an_instance_is_shown_with_the_revision_of_its_settings() -> None:
@@ -127,7 +128,7 @@ async def test_hand_offs_stay_within_a_unit() -> None:
             *(declared(f"p{unit}", one, "prefill", unit=f"u{unit}") for unit, one in enumerate(prefills)),
             *(declared(f"d{unit}", one, unit=f"u{unit}") for unit, one in enumerate(decodes)),
         )
-        await holds(lambda: all(one.state.value == "up" for one in router.services.pools))
+        await eventually(lambda: all(one.state.value == "up" for one in router.services.pools))
         for _ in range(8):
             before = [len(one.calls) for one in (*prefills, *decodes)]
             assert await post(url) == 200

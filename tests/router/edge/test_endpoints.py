@@ -38,6 +38,7 @@ from router.peers import (
     ticket,
     unused_address,
 )
+from support.waiting import eventually
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello"}
 JSON = {"Content-Type": "application/json"}
@@ -441,8 +442,7 @@ async def test_who_waits_is_served_in_turn_or_told_to_come_back() -> None:
         first = group.create_task(session.post(url + "/v1/completions", json=BODY).__aenter__())
         await d.called.wait()
         second = group.create_task(session.post(url + "/v1/completions", json=BODY).__aenter__())
-        while not router.turns.num_waiting:
-            await asyncio.sleep(0)
+        await eventually(lambda: router.turns.num_waiting, every_s=0)
         async with session.post(url + "/v1/completions", json=BODY) as response:
             assert response.status == 429
         assert len(d.calls) == 1

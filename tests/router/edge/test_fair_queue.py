@@ -13,6 +13,7 @@ from kvferry.core.errors import QueueFull
 from kvferry.router.edge import fair_queue as module
 from kvferry.router.edge.fair_queue import FairQueue
 from kvferry.router.edge.tenants import Limits, Tenant
+from support.waiting import eventually
 
 
 @asynccontextmanager
@@ -216,8 +217,7 @@ async def test_who_may_have_few_at_a_time_waits_for_his_own_and_holds_up_nobody(
     assert crowd.turns.num_waiting == 2
     crowd.tasks[0].cancel()
     async with asyncio.timeout(30):
-        while "a2" not in crowd.order:
-            await asyncio.sleep(0)
+        await eventually(lambda: "a2" in crowd.order, every_s=0)
     assert "a3" not in crowd.order
     await crowd.end()
     assert "a3" in crowd.order

@@ -21,6 +21,7 @@ from kvferry.router.edge.tenants import Bucket, Limits, Tenants, count_tokens, p
 from kvferry.router.errors import OverLimit
 from kvferry.router.paths import JSON_PATHS
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket
+from support.waiting import eventually
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
 
@@ -282,8 +283,7 @@ async def test_a_tenant_with_all_it_may_have_holds_up_no_other() -> None:
     async with instances(d), routing([], [d.url], **settings) as (router, url):
         asked = [asyncio.create_task(post(url, stream=True, user=user)) for user in ("a", "a", "b")]
         async with asyncio.timeout(30):
-            while len(d.calls) < 2 or not router.turns.num_waiting:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: not (len(d.calls) < 2 or not router.turns.num_waiting))
         assert sorted(call.body["user"] for call in d.calls) == ["a", "b"]
         d.go.set()
         assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 3

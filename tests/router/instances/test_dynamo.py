@@ -24,7 +24,8 @@ from kvferry.router.instances.membership import Membership
 from kvferry.router.instances.pools import Pools, configured_instances
 from kvferry.router.instances.shared_state import SharedState
 from kvferry.router.protocols.choose import are_compatible, can_pair, choose_form
-from support.processes import is_running, until
+from support.processes import is_running
+from support.waiting import eventually, until
 
 HELPER = """#!{python}
 import json, os, sys
@@ -71,12 +72,6 @@ async def watching(config: RouterConfig, folder: Path | None = None) -> AsyncIte
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         state.close()
-
-
-async def eventually(holds: object, within_s: float = 20.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not holds():  # type: ignore[operator]
-            await asyncio.sleep(0.01)
 
 
 def urls(pools: Pools) -> list[tuple[str, str]]:

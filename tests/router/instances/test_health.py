@@ -18,8 +18,9 @@ from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.health import Health
 from kvferry.router.instances.instance import InstanceState, NotProbed, UnknownFacts
 from kvferry.router.instances.pools import Pools
-from router.instances.test_membership import KEY, holds, post
+from router.instances.test_membership import KEY, post
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket, unused_address
+from support.waiting import eventually
 
 HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,))
 
@@ -87,7 +88,7 @@ async def test_a_router_is_no_instance(protocol: Any, caplog: pytest.LogCaptureF
     ):
         for role, itself in (("prefill", url), ("decode", url), ("decode", other)):
             added = router.membership.add(role, itself)
-            await holds(lambda: added.state is InstanceState.DOWN)  # noqa: B023
+            await eventually(lambda: added.state is InstanceState.DOWN)  # noqa: B023
             if role == "prefill":
                 router.membership.remove(itself, force=True)
         for _ in range(6):

@@ -36,6 +36,7 @@ from router.peers import (
     ticket,
     unused_address,
 )
+from support.waiting import eventually
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
 KEY = "operator"
@@ -75,12 +76,6 @@ async def follow(router: Router) -> None:
     await router.membership.follow_file()
 
 
-async def holds(condition: Any) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_one_is_added_and_serves_and_another_is_drained_and_removed() -> None:
     first, second = a_decode(), a_decode()
     async with instances(first, second), routing([], [first.url], HTTP, **SOON) as (router, url):
@@ -90,7 +85,7 @@ async def test_one_is_added_and_serves_and_another_is_drained_and_removed() -> N
         num_calls = len(first.calls)
         assert [await post(url) for _ in range(3)] == [200] * 3
         assert (len(first.calls), len(second.calls)) == (num_calls, 3)
-        await holds(lambda: router.services.pools.leaving[0].drained)
+        await eventually(lambda: router.services.pools.leaving[0].drained)
         assert (await change(url, "remove", instance=first.url))[0] == 200
         assert [one.name for one in router.services.pools] == ["decode-1"]
         assert (await change(url, "add", role="decode", url=first.url))[1]["name"] == "decode-0"
@@ -102,13 +97,13 @@ async def test_drained_means_that_nothing_runs_there() -> None:
         running = asyncio.create_task(post(url, stream=True))
         await first.called.wait()
         await change(url, "drain", instance="decode-0")
-        await holds(lambda: first.looked_at.qsize() > 2)  # it is looked at while it drains
+        await eventually(lambda: first.looked_at.qsize() > 2)  # it is looked at while it drains
         assert not (await change(url, "drain", instance="decode-0"))[1]["drained"]
         status, told = await change(url, "remove", instance="decode-0")
         assert (status, told["error"]["code"]) == (409, "instance_conflict")
         first.go.set()
         assert await running == 200
-        await holds(lambda: router.services.pools.leaving[0].drained)
+        await eventually(lambda: router.services.pools.leaving[0].drained)
 
 
 @pytest.mark.parametrize("metric", ["kvferry:num_hand_offs_held 1.0", 'vllm:num_requests_running{model_name="m"} 2.0'])
@@ -127,14 +122,14 @@ async def test_drained_means_that_the_instance_says_so_too(metric: str) -> None:
         await router.membership._check_drained(leaving)
         assert not leaving.drained
         kept = False
-        await holds(lambda: leaving.drained)
+        await eventually(lambda: leaving.drained)
 
 
 async def test_one_that_is_gone_is_drained() -> None:
     d = a_decode()
     async with unused_address() as nobody, instances(d), routing([], [nobody, d.url], HTTP, **SOON) as (router, url):
         await change(url, "drain", instance="decode-0")
-        await holds(lambda: router.services.pools.leaving[0].drained)
+        await eventually(lambda: router.services.pools.leaving[0].drained)
 
 
 async def test_one_that_is_silently_gone_is_drained_and_delays_no_other() -> None:
@@ -144,7 +139,7 @@ async def test_one_that_is_silently_gone_is_drained_and_delays_no_other() -> Non
         quick = {**SOON, "health_timeout_s": 0.05}
         async with instances(d), routing([], [url_of_it, d.url], HTTP, **quick) as (router, url):
             await change(url, "drain", instance="decode-0")
-            await holds(lambda: router.services.pools.leaving[0].drained)
+            await eventually(lambda: router.services.pools.leaving[0].drained)
 
 
 async def test_what_an_instance_answers_keeps_no_other_from_being_drained(monkeypatch: Any) -> None:
@@ -161,7 +156,7 @@ async def test_what_an_instance_answers_keeps_no_other_from_being_drained(monkey
         for name in ("decode-0", "decode-1"):
             await change(url, "drain", instance=name)
         first, second = router.services.pools.leaving
-        await holds(lambda: second.drained)
+        await eventually(lambda: second.drained)
         assert not first.drained
 
 
@@ -236,7 +231,7 @@ async def test_an_instance_changes_its_role() -> None:
         assert (status, told["name"], told["role"]) == (200, "prefill-0", "prefill")
         assert await post(url) == 200
         assert both.calls[0].body["kv_transfer_params"]["do_remote_decode"] is True
-        await holds(lambda: [one.name for one in router.services.pools] == ["prefill-0", "decode-1"])
+        await eventually(lambda: [one.name for one in router.services.pools] == ["prefill-0", "decode-1"])
 
 
 async def test_what_runs_on_an_instance_counts_in_its_new_role_too() -> None:
@@ -252,7 +247,7 @@ async def test_what_runs_on_an_instance_counts_in_its_new_role_too() -> None:
         busy.go.set()
         assert await running == 200
         assert (after.load.num_decodes, after.load.num_prefills, after.load.prefill_tokens) == (0, 0, 0)
-        await holds(lambda: [one.name for one in router.services.pools] == ["prefill-0"])
+        await eventually(lambda: [one.name for one in router.services.pools] == ["prefill-0"])
         assert router.services.pools.prefill.alive().num_decodes.tolist() == [0]
 
 
@@ -296,13 +291,13 @@ async def test_a_file_is_followed(tmp_path: Path) -> None:
             path.write_text(
                 f"decode {first.url}\nprefill  {p.url} 9000 # with a bootstrap server\ndecode {second.url}/"
             )
-            await holds(lambda: names() == ["prefill-0", "decode-0", "decode-1"])
+            await eventually(lambda: names() == ["prefill-0", "decode-0", "decode-1"])
             for wrong in ("decode", "both http://x:1", f"decode {first.url}\ndecode {first.url}/", "decode ftp://x"):
                 path.write_text(wrong)
                 await follow(router)
                 assert names() == ["prefill-0", "decode-0", "decode-1"]
             path.write_text(f"decode {second.url}")
-            await holds(lambda: names() == ["decode-1"])
+            await eventually(lambda: names() == ["decode-1"])
             assert await post(url) == 200
 
 
@@ -446,7 +441,7 @@ async def test_what_was_counted_of_an_instance_goes_with_it_though_nobody_asks_f
         router.membership.remove("decode-0", force=True)
         metrics.leg_failed(first, "lost")  # of a request that was under way
         metrics.events_received(first, 3)
-        await holds(lambda: not (metrics._errors.counts or metrics._events.counts))
+        await eventually(lambda: not (metrics._errors.counts or metrics._events.counts))
 
 
 def test_addresses_are_hidden_until_long_after_the_instance_has_left() -> None:
@@ -475,10 +470,10 @@ async def test_one_process_under_two_addresses_gets_requests_under_one(
         again = d.url.replace("127.0.0.1", "localhost")
         async with routing([], [d.url, again], health_interval_s=0.02) as (router, _):
             _, second = router.services.pools.decode.instances
-            await holds(lambda: second.state is InstanceState.DUPLICATE)
+            await eventually(lambda: second.state is InstanceState.DUPLICATE)
             assert f"decode-1 ({again}) is the same process as decode-0 ({d.url})" in caplog.text
             router.membership.remove("decode-0", force=True)
-            await holds(lambda: second.state is InstanceState.UP)
+            await eventually(lambda: second.state is InstanceState.UP)
 
 
 async def test_draining_the_last_decode_instance_says_what_that_means(caplog: pytest.LogCaptureFixture) -> None:

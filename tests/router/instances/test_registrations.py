@@ -27,7 +27,7 @@ from kvferry.router.app import Router
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import NotProbed
 from kvferry.router.instances.pools import Pools
-from router.instances.test_membership import KEY, change, follow, holds, post
+from router.instances.test_membership import KEY, change, follow, post
 from router.peers import (
     CONCURRENT,
     DECODE,
@@ -41,6 +41,7 @@ from router.peers import (
     ticket,
     unused_address,
 )
+from support.waiting import eventually
 
 HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,), secret=SECRET)
 SOON = {"health_interval_s": 0.05, "registration": True, "registration_lease_s": 60.0}
@@ -112,12 +113,12 @@ async def test_instances_come_by_themselves_serve_and_take_their_leave() -> None
         assert await post(url) == 503
         leaving, staying = registrar(url, p), registrar(url, d)
         async with registering(leaving, staying):
-            await holds(lambda: len(urls(router)) == 2)
+            await eventually(lambda: len(urls(router)) == 2)
             assert [one.role for one in router.services.pools] == ["prefill", "decode"]
             assert await post(url) == 200
             assert (len(p.calls), len(d.calls)) == (1, 1)
             assert await leaving.leave(within_s=30)
-            await holds(lambda: [one.url for one in router.services.pools] == [d.url])
+            await eventually(lambda: [one.url for one in router.services.pools] == [d.url])
             assert await post(url) == 200
             assert len(p.calls) == 1
 
@@ -132,10 +133,10 @@ async def test_one_instance_at_several_routers() -> None:
     ):
         leaving = registrar(f"{nobody},{first_url},{second_url}", d)
         async with registering(leaving):
-            await holds(lambda: urls(first) == urls(second) == [d.url])
+            await eventually(lambda: urls(first) == urls(second) == [d.url])
             assert [await post(one) for one in (first_url, second_url)] == [200, 200]
             assert await leaving.leave(within_s=30)  # a router that is not there does not hold it up
-            await holds(lambda: not [*first.services.pools, *second.services.pools])
+            await eventually(lambda: not [*first.services.pools, *second.services.pools])
 
 
 async def test_after_a_router_was_started_anew_its_instances_are_back() -> None:
@@ -145,7 +146,7 @@ async def test_after_a_router_was_started_anew_its_instances_are_back() -> None:
             port = int(url.rpartition(":")[2])
             telling = registrar(url, d)
             task = asyncio.create_task(telling.run())
-            await holds(lambda: urls(router) == [d.url])
+            await eventually(lambda: urls(router) == [d.url])
         from kvferry.http.server.http_server import HttpServer
         from kvferry.http.server.lifecycle import Lifecycle
         from kvferry.router.app import build_router
@@ -154,7 +155,7 @@ async def test_after_a_router_was_started_anew_its_instances_are_back() -> None:
         server = HttpServer(again.routes(), structs.replace(HTTP, port=port), Lifecycle("router"), again.guard)
         async with again.running():
             serving = asyncio.create_task(server.run())
-            await holds(lambda: urls(again) == [d.url])
+            await eventually(lambda: urls(again) == [d.url])
             assert await post(url) == 200
             server.stop()
             await serving
@@ -173,7 +174,7 @@ async def test_who_is_not_heard_of_is_removed_and_may_come_back() -> None:
         assert urls(router) == [d.url]
         router.registrations.sweep(now + 200)
         assert urls(router) == []
-        await holds(lambda: not list(router.services.pools))
+        await eventually(lambda: not list(router.services.pools))
         assert (await sender.say(d))[1]["state"] == "serving"
         assert urls(router) == [d.url]
 
@@ -190,7 +191,7 @@ async def test_a_running_answer_is_finished_when_the_lease_ends() -> None:
         assert (await sender.say(d, process="a", state="draining"))[1]["state"] == "drained"  # it has no lease any more
         d.go.set()
         assert await running == 200
-        await holds(lambda: not list(router.services.pools))
+        await eventually(lambda: not list(router.services.pools))
 
 
 async def test_taking_its_leave_waits_for_what_runs() -> None:
@@ -198,11 +199,11 @@ async def test_taking_its_leave_waits_for_what_runs() -> None:
     async with a_router(d, other) as (router, sender):
         telling = registrar(sender.url, d)
         async with registering(telling):
-            await holds(lambda: urls(router) == [d.url])
+            await eventually(lambda: urls(router) == [d.url])
             running = asyncio.create_task(post(sender.url, stream=True))
             await d.called.wait()
             leaving = asyncio.create_task(telling.leave(within_s=30))
-            await holds(lambda: not urls(router))
+            await eventually(lambda: not urls(router))
             assert not leaving.done()
             d.go.set()
             assert await running == 200
@@ -215,7 +216,7 @@ async def test_a_router_that_cannot_be_told_for_a_moment_is_asked_again(monkeypa
     async with a_router(d) as (router, sender):
         telling = registrar(sender.url, d)
         async with registering(telling):
-            await holds(lambda: urls(router) == [d.url])
+            await eventually(lambda: urls(router) == [d.url])
             running = asyncio.create_task(post(sender.url, stream=True))
             await d.called.wait()
             drain = router.registrations._on_draining
@@ -228,7 +229,7 @@ async def test_a_router_that_cannot_be_told_for_a_moment_is_asked_again(monkeypa
 
             monkeypatch.setattr(router.registrations, "_on_draining", not_now)
             leaving = asyncio.create_task(telling.leave(within_s=30))
-            await holds(lambda: refused.is_set() and not urls(router))
+            await eventually(lambda: refused.is_set() and not urls(router))
             assert not leaving.done()
             d.go.set()
             assert await running == 200
@@ -240,7 +241,7 @@ async def test_a_leave_does_not_wait_for_ever() -> None:
     async with a_router(d) as (router, sender):
         telling = registrar(sender.url, d)
         async with registering(telling):
-            await holds(lambda: urls(router) == [d.url])
+            await eventually(lambda: urls(router) == [d.url])
             running = asyncio.create_task(post(sender.url, stream=True))
             await d.called.wait()
             assert not await telling.leave(within_s=0.05)
@@ -286,7 +287,7 @@ async def test_a_message_is_good_for_once_and_at_one_router() -> None:
         assert (await sender.send(first, headers))[0] == 401
         assert (await sender.say(d, state="gone"))[1]["state"] == "gone"
         assert (await sender.send(first, headers))[0] == 401
-        await holds(lambda: not list(router.services.pools))
+        await eventually(lambda: not list(router.services.pools))
 
 
 async def test_nothing_is_said_to_a_router_that_does_not_hold_the_token(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,7 +297,7 @@ async def test_nothing_is_said_to_a_router_that_does_not_hold_the_token(caplog: 
         routing([], [], structs.replace(HTTP, secret="another token"), **SOON) as (router, url),
         registering(registrar(f"{url},{fake.url}", d)),
     ):
-        await holds(lambda: caplog.text.count("nothing is sent to it") == 2)
+        await eventually(lambda: caplog.text.count("nothing is sent to it") == 2)
         assert "start all processes of the deployment with the same KVFERRY_AUTH_TOKEN" in caplog.text
         assert not list(router.services.pools)
         assert {one.path.partition("?")[0] for one in fake.others} == {CHALLENGE_PATH}
@@ -363,7 +364,7 @@ async def test_who_was_drained_is_back_when_added_or_started_anew(how: str) -> N
     async with a_router(d) as (router, sender):
         await sender.say(d)
         running = asyncio.create_task(post(sender.url, stream=True))
-        await holds(lambda: len(d.calls) == 1)
+        await eventually(lambda: len(d.calls) == 1)
         assert (await change(sender.url, "drain", instance=d.url))[0] == 200
         assert (await sender.say(d))[1]["state"] == "draining"
         assert urls(router) == []
@@ -377,10 +378,10 @@ async def test_who_was_drained_is_back_when_added_or_started_anew(how: str) -> N
         assert [one.draining for one in router.services.pools] == [False, True]
         d.go.set()
         assert await running == 200
-        await holds(lambda: [one.draining for one in router.services.pools] == [False])
+        await eventually(lambda: [one.draining for one in router.services.pools] == [False])
         assert await post(sender.url) == 200
         assert (await sender.say(d, process="a" if how == "operator" else "started anew", state="gone"))[0] == 200
-        await holds(lambda: list(router.services.pools) == [])
+        await eventually(lambda: list(router.services.pools) == [])
 
 
 async def test_another_role_is_kept() -> None:
@@ -462,7 +463,7 @@ async def test_a_fault_is_logged_and_ends_no_registration(caplog: pytest.LogCapt
     ):
         config = RegistrarConfig(routers=(first_url, second_url), role="decode", secret=SECRET, url=d.url)
         async with registering(Registrar(config, "", 0, answers)):
-            await holds(lambda: urls(first) == urls(second) == [d.url])
+            await eventually(lambda: urls(first) == urls(second) == [d.url])
     assert "nobody thought of this" in caplog.text
 
 
@@ -483,7 +484,7 @@ async def test_the_address_towards_a_router_is_looked_up_beside_the_loop_and_onc
     async with instances(d), routing([], [], HTTP, **{**SOON, "registration_lease_s": 0.3}) as (router, url):
         config = RegistrarConfig(routers=(url,), role="decode", secret=SECRET)
         async with registering(Registrar(config, "0.0.0.0", int(d.url.rpartition(":")[2]), answers)):
-            await holds(lambda: urls(router) == [d.url] and num_asked > 5)
+            await eventually(lambda: urls(router) == [d.url] and num_asked > 5)
     assert len(threads) == 1
     assert threads[0] is not threading.current_thread()
 
@@ -493,7 +494,7 @@ async def test_a_router_whose_name_is_none_keeps_no_other_waiting(caplog: pytest
     async with instances(d), routing([], [], HTTP, **SOON) as (router, url):
         config = RegistrarConfig(routers=("http://nowhere.invalid:1", url), role="decode", secret=SECRET)
         async with registering(Registrar(config, "0.0.0.0", int(d.url.rpartition(":")[2]))):
-            await holds(lambda: urls(router) == [d.url] and "nowhere.invalid" in caplog.text)
+            await eventually(lambda: urls(router) == [d.url] and "nowhere.invalid" in caplog.text)
     assert "--advertise-url" in caplog.text
 
 
@@ -503,7 +504,7 @@ async def test_one_that_listens_everywhere_names_the_address_towards_the_router(
         port = int(d.url.rpartition(":")[2])
         config = RegistrarConfig(routers=(url,), role="decode", secret=SECRET)
         async with registering(Registrar(config, "0.0.0.0", port)):
-            await holds(lambda: urls(router) == [d.url])
+            await eventually(lambda: urls(router) == [d.url])
 
 
 async def test_while_it_does_not_answer_its_lease_is_not_renewed() -> None:
@@ -515,11 +516,11 @@ async def test_while_it_does_not_answer_its_lease_is_not_renewed() -> None:
     async with instances(d), routing([], [], HTTP, **{**SOON, "registration_lease_s": 0.2}) as (router, url):
         config = RegistrarConfig(routers=(url,), role="decode", secret=SECRET, url=d.url)
         async with registering(Registrar(config, "", 0, answers)):
-            await holds(lambda: urls(router) == [d.url])
+            await eventually(lambda: urls(router) == [d.url])
             serves = False
-            await holds(lambda: not urls(router))
+            await eventually(lambda: not urls(router))
             serves = True
-            await holds(lambda: urls(router) == [d.url])
+            await eventually(lambda: urls(router) == [d.url])
 
 
 @pytest.mark.parametrize("lease_s", [0.0, -5.0, 1e-300, 1e300])

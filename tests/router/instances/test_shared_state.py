@@ -16,7 +16,8 @@ import pytest
 from router.instances.test_registrations import Sender, a_decode, registering, registrar
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, signed, ticket
 from router.request.test_next_turn import keeping, told
-from router.test_siblings import Workers, complete, until, workers
+from router.test_siblings import Workers, complete, workers
+from support.waiting import eventually
 
 LEASE_S = 1.0
 
@@ -33,7 +34,7 @@ async def replaced(router: Workers, lost: int) -> None:
     """A worker is killed, and another serves in its place."""
     num = len(router.now())
     os.kill(lost, signal.SIGKILL)
-    await until(lambda: lost not in router.now() and router.num_listening() == num)
+    await eventually(lambda: lost not in router.now() and router.num_listening() == num)
 
 
 async def serve(router: Workers, *peers: Peer) -> bool:
@@ -49,14 +50,14 @@ async def test_who_registers_at_any_worker_serves_for_all_and_leaves_all() -> No
     async with registered(one, other) as router:
         leaving = registrar(router.url, other)
         async with registering(registrar(router.url, one), leaving):
-            await until(lambda: serve(router, one, other))
+            await eventually(lambda: serve(router, one, other))
             await replaced(router, router.pids[0])  # it had the leases
             await replaced(router, router.pids[1])
-            await until(lambda: serve(router, one, other))
-            await until(lambda: _are(router, 2))
+            await eventually(lambda: serve(router, one, other))
+            await eventually(lambda: _are(router, 2))
             assert await leaving.leave(30)
             other.calls.clear()
-            await until(lambda: serve(router, one))
+            await eventually(lambda: serve(router, one))
             assert not other.calls
 
 
@@ -64,11 +65,11 @@ async def test_a_lease_ends_though_the_worker_that_gave_it_is_gone() -> None:
     one, other = a_decode(), a_decode()
     async with registered(one, other) as router, registering(registrar(router.url, one)):
         async with registering(registrar(router.url, other)) as tasks:
-            await until(lambda: serve(router, one, other))
+            await eventually(lambda: serve(router, one, other))
             tasks[0].cancel()  # it is not heard of any more
             await replaced(router, router.pids[0])
-        await until(lambda: _are(router, 1))
-        await until(lambda: serve(router, one))
+        await eventually(lambda: _are(router, 1))
+        await eventually(lambda: serve(router, one))
 
 
 async def _are(router: Workers, num: int) -> bool:
@@ -83,16 +84,16 @@ async def test_what_an_operator_removed_stays_out_though_a_worker_is_replaced() 
         registered(one, other, registration_lease_s=15.0) as router,  # who is refused asks again after some seconds
         registering(*(registrar(router.url, peer) for peer in (one, other))),
     ):
-        await until(lambda: serve(router, one, other))
+        await eventually(lambda: serve(router, one, other))
         status, _ = await router.ask("POST", "/kvferry/instances/remove", {"instance": other.url, "force": True})
         os.kill(router.pids[0], signal.SIGKILL)  # the very moment that it has answered
         assert status == 200
-        await until(lambda: router.pids[0] not in router.now() and router.num_listening() == 3)
-        await until(lambda: _are(router, 1))
+        await eventually(lambda: router.pids[0] not in router.now() and router.num_listening() == 3)
+        await eventually(lambda: _are(router, 1))
         num_asked = other.num_asked
-        await until(lambda: one.num_asked > 0 and other.num_asked >= num_asked)
+        await eventually(lambda: one.num_asked > 0 and other.num_asked >= num_asked)
         other.calls.clear()
-        await until(lambda: serve(router, one))
+        await eventually(lambda: serve(router, one))
         assert not other.calls
 
 

@@ -25,6 +25,7 @@ from support.certificates import Authority
 from support.envoy import Envoy, envoy, require_envoy
 from support.ports import free_port
 from support.processes import KvferryProcess, begun
+from support.waiting import eventually
 
 grpc = pytest.importorskip("grpc", reason="needs kvferry[picker]")
 health_pb2 = pytest.importorskip("grpc_health.v1.health_pb2")
@@ -76,12 +77,15 @@ async def picking(
 async def nothing_left(router: Router) -> None:
     """Of requests that are over, once Envoy has said so."""
     async with asyncio.timeout(10):
-        while (
-            router.turns.num_requests
-            or router.admission.num_bytes
-            or any(one.load.num_legs for one in router.services.pools)
-        ):
-            await asyncio.sleep(0.01)
+        await eventually(
+            lambda: (
+                not (
+                    router.turns.num_requests
+                    or router.admission.num_bytes
+                    or any(one.load.num_legs for one in router.services.pools)
+                )
+            )
+        )
     router.admission.check()
     router.turns.check()
     for one in router.services.pools:

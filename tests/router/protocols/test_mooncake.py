@@ -17,8 +17,8 @@ from kvferry.router.protocols.choose import can_pair, choose_form
 from kvferry.router.protocols.mooncake import mooncake
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, ticket, unused_address
 from router.request.test_hand_off import BODY, get, leave_after, post
-from router.test_failures import holds
 from router.vllm_peers import VERSION, KvferryPair, MooncakePrefill, NixlPair
+from support.waiting import eventually
 
 PROTOCOLS = ["auto", "nixl"]
 CHAT = "/v1/chat/completions"
@@ -301,8 +301,8 @@ async def test_a_server_without_a_connector_computes_no_prompts_for_others(
         for _ in range(3):
             assert (await post(url))[0] == 200
             assert (await get(url, "/kvferry/decisions"))[1].count('"no_prefill"') == 0
-            await holds(lambda: not prefill.gave_no_ticket)
-            await holds(lambda: bool(asked) or prefill in router.services.pools.prefill.without_tickets)
+            await eventually(lambda: not prefill.gave_no_ticket)
+            await eventually(lambda: bool(asked) or prefill in router.services.pools.prefill.without_tickets)
         text = (await get(url, "/metrics"))[1]
     assert f'hand_offs_total{{kind="{kind}",reason="{reason}"}} {2.0 if kind == "whole" else 3.0}' in text
     assert len(p.calls) == (1 if kind == "whole" else 3)

@@ -34,6 +34,7 @@ from router.peers import (
     ticket_for,
 )
 from router.protocols.test_sglang import SglangPeer
+from support.waiting import eventually
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
 Fault = Callable[[Peer, Request, Any], Awaitable[Response]]
@@ -204,15 +205,9 @@ async def outcome(form: str, faulty: str, fault: str) -> str:
                 for peer in gone if number == "every" else gone[:1]:
                     await peer.close()
             got = await ask(session, url, stream=fault not in WHOLE)
-            await until(lambda: not router.services.releases.num_running)
+            await eventually(lambda: not router.services.releases.num_running)
         released = [f"p{number}" for number, one in enumerate(fleet.prefills) for _ in range(one.released.qsize())]
     return f"{' '.join(map(called, everyone))} | {' '.join(released) or '-'} | {got}"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def ask(session: aiohttp.ClientSession, url: str, *, stream: bool) -> str:

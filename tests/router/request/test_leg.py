@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -31,6 +30,7 @@ from router.peers import (
     ticket_for,
     ticket_when_told,
 )
+from support.waiting import eventually
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
 SETTINGS: dict[str, Any] = {"hand_off": "concurrent", "busy_wait_s": 20.0, "disaggregate_from": "0"}
@@ -78,12 +78,6 @@ async def no_ticket(peer: Peer, request: Request, body: Any) -> Response:
     return Response(b"{}")
 
 
-async def holds(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def silent(peer: Peer, request: Request, body: Any) -> Response:
     return await ticket_when_told(peer, request, body)
 
@@ -105,7 +99,7 @@ async def test_whatever_prefill_does_the_client_has_its_answer(fault: Answering,
             status, text = await post(url, stream=stream)
             assert status == 200
             assert b"two" in text if stream else b"done" in text
-        await holds(lambda: not router.services.legs.num_open)
+        await eventually(lambda: not router.services.legs.num_open)
     assert len(p.calls) >= 2
 
 
@@ -137,7 +131,7 @@ async def test_another_decode_instance_takes_over(fault: Answering, stream: bool
             status, text = await post(url, stream=stream)
             assert status == 200
             assert b"two" in text if stream else b"done" in text
-        await holds(lambda: not router.services.legs.num_open)
+        await eventually(lambda: not router.services.legs.num_open)
     assert len(broken.calls) >= 2
 
 
@@ -176,7 +170,7 @@ async def test_a_client_that_leaves_ends_both_legs(answered: bool) -> None:
         assert await p.released.get() == p.calls[-1].body["kv_transfer_params"]["transfer_id"]
         if not answered:
             await p.disconnected.wait()
-        await holds(lambda: not router.services.legs.num_open)
+        await eventually(lambda: not router.services.legs.num_open)
         assert (await post(url))[0] == 200
 
 
@@ -209,10 +203,10 @@ async def test_whatever_prefill_says_after_decode_has_begun_the_stream_goes_on(w
             assert b"one" in await response.content.readany()
             p.go.set()
             prefill = router.services.pools.prefill.instances[0]
-            await holds(lambda: not prefill.load.num_legs)
+            await eventually(lambda: not prefill.load.num_legs)
             d.go.set()
             assert b"two" in await response.read()
-        await holds(lambda: not (router.services.legs.num_open or prefill.load.num_tickets))
+        await eventually(lambda: not (router.services.legs.num_open or prefill.load.num_tickets))
         assert (await post(url))[0] == 200
 
 
@@ -226,7 +220,9 @@ async def test_prefill_may_be_done_after_the_client_has_all_of_the_answer(what: 
         prefill = router.services.pools.prefill.instances[0]
         assert prefill.load.num_legs
         p.go.set()
-        await holds(lambda: not (prefill.load.num_legs or router.services.legs.num_open or prefill.load.num_tickets))
+        await eventually(
+            lambda: not (prefill.load.num_legs or router.services.legs.num_open or prefill.load.num_tickets)
+        )
         assert (await post(url))[0] == 200
     assert p.released.empty()
 
@@ -258,6 +254,6 @@ async def test_a_client_that_leaves_its_stream_ends_a_prefill_leg_that_still_run
             response.close()
         await p.disconnected.wait()
         await d.disconnected.wait()
-        await holds(
+        await eventually(
             lambda: not (router.services.legs.num_open or router.services.pools.prefill.instances[0].load.num_legs)
         )

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from kvferry.core.messages.hand_off import Produce, parse_hand_off
 from kvferry.router.instances.instance import Address
 from router.peers import CONCURRENT, DECODE, Peer, answer, go_or_disconnect, instances, routing, ticket, unused_address
+from support.waiting import eventually
 
 SETTINGS: dict[str, Any] = {"keep_for_next_turn": True, "disaggregate_from": "0", "hand_off": "sequential"}
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
@@ -193,8 +194,7 @@ async def test_what_a_prefill_instance_that_failed_did_not_fetch_is_released(lea
         p.answering = never
         asking = asyncio.create_task(post(url))
         async with asyncio.timeout(30):
-            while len(p.calls) < 2:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: len(p.calls) >= 2)
             assert told(p)["remote_transfer_id"] == "kept-1"
             if leaves:
                 asking.cancel()

@@ -20,6 +20,7 @@ from kvferry.store.table import find_store, find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, StoreContract, block_of, fetch, name_of, names_of
 from support.lmcache_server import LMCacheServer, is_installed
+from support.waiting import eventually
 
 
 @pytest.fixture(scope="session")
@@ -56,12 +57,12 @@ async def store_at(port: int, query: str = "") -> AsyncIterator[LMCacheStore]:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            with suppress(StoreError):  # a store whose only tier is left alone for a while
-                if await condition():
-                    return
-            await asyncio.sleep(0.05)
+    async def holds() -> bool:
+        with suppress(StoreError):  # a store whose only tier is left alone for a while
+            return await condition()
+        return False
+
+    await eventually(holds)
 
 
 async def test_what_the_server_keeps_is_bounded(port: int) -> None:
@@ -265,6 +266,7 @@ async def test_answers_of_no_sense_are_misses(answer: bytes) -> None:
             assert await store.match(names_of(1)) == 0
 
 
+@pytest.mark.short_deadlines
 async def test_a_server_that_says_nothing_is_not_waited_for() -> None:
     async with lying([]) as port:
         [spec] = find_stores(f"lmcache://127.0.0.1:{port}?deadline_s=0.2")
@@ -286,6 +288,7 @@ async def test_no_server() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.short_deadlines
 async def test_a_server_that_hangs_is_killed_and_comes_back_empty() -> None:
     if not is_installed():
         pytest.skip("needs LMCache; scripts/install_media.sh installs it")

@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
+from pathlib import Path
 
+import msgspec
 import pytest
+from servers import start_server
+from trouble import end, run, stranger
 
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.base import KVStore, Put
-from kvferry.store.table import find_store
-from kvferry.testing.stores import LAYOUT, block_of
+from kvferry.store.table import find_store, find_stores
+from kvferry.store.tiers import TieredStore
+from kvferry.testing.stores import LAYOUT, block_of, fetch, name_of, names_of
 from support.ports import free_port
 from support.valkey_cluster import ValkeyCluster
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
@@ -126,3 +132,80 @@ async def test_a_server_that_is_in_no_cluster_says_so() -> None:
 def test_what_no_cluster_has_is_refused(url: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         find_store(url)
+
+
+pytestmark = pytest.mark.short_deadlines
+
+
+def test_a_bounded_server_keeps_its_bound_and_what_is_pinned(tmp_path: Path) -> None:
+    socket, server = start_server(tmp_path)
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(0)])
+        await store.pin([name_of(0)])
+        for index in range(1, 60):
+            await store.put([block_of(index)])
+        found = await fetch(store, range(60))
+        assert found[0]
+        assert 4 <= sum(found) <= 8
+        assert found[-1]
+
+    try:
+        run([f"valkey:{socket}?max_bytes=40000"], use)
+    finally:
+        end(server)
+
+
+def test_the_ranks_of_an_instance_together_leave_a_server_room_for_what_is_not_pinned(tmp_path: Path) -> None:
+    socket, server = start_server(tmp_path, "--maxmemory", "12mb", "--maxmemory-policy", "volatile-lru")
+
+    async def fill(layout: KVLayout) -> None:
+        store = find_store(f"valkey:{socket}?pinned_share=0.8").make(layout)
+        try:
+            for first in range(0, 1000, 50):
+                await store.put([block_of(index, layout) for index in range(first, first + 50)])
+            await store.pin([name_of(index) for index in range(1000)])
+        finally:
+            await store.close()
+
+    async def use(store: TieredStore) -> None:
+        for rank in range(4):
+            await fill(msgspec.structs.replace(ranks, tp_rank=rank))
+        assert await store.put([block_of(index) for index in range(20)]) == [Put.STORED] * 20
+
+    spans = tuple(LayerLayout(num_kv_heads=1, key_dim=1024, value_dim=1024) for _ in range(4))
+    ranks = KVLayout(model_fingerprint="m", dtype="float32", block_size=1, layers=spans, tp_size=4)
+    try:
+        run([f"valkey:{socket}"], use)
+    finally:
+        end(server)
+
+
+def test_what_a_killed_writer_left_on_a_bounded_server_is_evicted(tmp_path: Path) -> None:
+    """Killed after it wrote, before anybody counted it; the next who has the same block counts it."""
+    socket, server = start_server(tmp_path)
+
+    async def use(store: TieredStore) -> None:
+        unbounded = find_stores(f"valkey:{socket}")[0].make(LAYOUT)
+        await unbounded.put([block_of(0)])
+        assert await store.put([block_of(0)]) == [Put.PRESENT]
+        for index in range(1, 8):
+            await store.put([block_of(index)])
+        assert await unbounded.match(names_of(1)) == 0
+        await unbounded.close()
+
+        async def killed(*arguments: object) -> None:
+            raise asyncio.CancelledError
+
+        tier = store.tiers[0].store
+        tier._set = killed  # type: ignore[attr-defined]
+        with pytest.raises(asyncio.CancelledError):
+            await tier.put([block_of(20)])
+        async with stranger(socket) as client:
+            [index] = await client.keys("*index")
+            assert await client.zscore(index, name_of(20).hex()) is not None
+
+    try:
+        run([f"valkey:{socket}?max_bytes=20000"], use)
+    finally:
+        end(server)

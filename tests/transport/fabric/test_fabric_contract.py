@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from kv_support import BlockRegion, Node, ProducerProcess, make_layout, no_leftovers, soon, tls_of, until
+from kv_support import BlockRegion, Node, ProducerProcess, make_layout, no_leftovers, soon, tls_of
 
 from kvferry.core.errors import ConfigError, PeerLost, UnknownName
 from kvferry.testing.fabric import FabricContract, Pair, everything
@@ -15,6 +15,7 @@ from kvferry.transport.fabric.base import FabricContext, build_fabrics
 from kvferry.transport.options import TransportOptions
 from kvferry.transport.tls import ChannelTls
 from support.libraries import require_library
+from support.waiting import eventually
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -79,7 +80,7 @@ async def test_a_peer_killed_in_the_middle_of_a_read(name: str, make_region: Cal
     peer = await node.fabrics[0].connect(next(iter(producer.where["fabrics"].values())), soon())
     before = ours.bytes[:64].copy()
     reading = asyncio.create_task(peer.read(everything(ours), everything(ours), soon(60)))
-    await until(lambda: not (ours.bytes[:64] == before).all())
+    await eventually(lambda: not (ours.bytes[:64] == before).all())
     producer.kill()
     with pytest.raises(PeerLost):
         await reading

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
-from kv_support import BlockRegion, ProducerProcess, make_layout, soon, table_for, tls_of, until
+from kv_support import BlockRegion, ProducerProcess, make_layout, soon, table_for, tls_of
 from pipe_support import EXAMPLES, KINDS
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import Part
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.tls import ChannelTls
+from support.waiting import eventually
 
 MakeRegion = Callable[..., BlockRegion]
 
@@ -249,7 +250,7 @@ async def test_a_pipe_need_not_notice_the_end(make_region: MakeRegion, who: str)
     async with made_up(make_region, None, RuntimeError("broken") if who == "the peer" else None) as (peer, own, _, _):
         read = asyncio.create_task(peer.read([(8, 4)], [(0, 4)], soon(60)))
         if who == "the reader":
-            await until(lambda: own.pipes[0].receives)
+            await eventually(lambda: own.pipes[0].receives)
             await peer.close()
         with pytest.raises(PeerLost, match="closed the connection"):
             await read
@@ -321,7 +322,7 @@ async def test_a_producer_that_is_killed(make_region: MakeRegion, pipe: str) -> 
             producer.tell("open", "k")
             producer.tell("insert", "k", 0, 4)
             fetching = asyncio.create_task(consumer.drop_select(Want("k", producer.source, [0], soon(60))))
-            await until(lambda: ours.blocks([0]) == same.blocks([4]))
+            await eventually(lambda: ours.blocks([0]) == same.blocks([4]))
         finally:
             producer.kill()
         with pytest.raises(PeerLost):
@@ -338,7 +339,7 @@ async def test_a_producer_that_is_killed_in_the_middle_of_a_read(make_region: Ma
         peer = await own.connect(next(iter(producer.where["fabrics"].values())), soon(60))
         everything = [(0, ours.memory.num_bytes)]
         reading = asyncio.create_task(peer.read(everything, everything, soon(60)))
-        await until(lambda: not (ours.bytes[:64] == before).all())
+        await eventually(lambda: not (ours.bytes[:64] == before).all())
         producer.kill()
         with pytest.raises(PeerLost):
             await reading

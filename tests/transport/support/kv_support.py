@@ -17,7 +17,7 @@ import msgspec
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.blocks.sharding import on_rank
 from kvferry.testing import fabric
-from kvferry.testing.kv import BlockRegion, make_layout, soon, table_for, until
+from kvferry.testing.kv import BlockRegion, make_layout, soon, table_for
 from kvferry.transport.lookup_buffer.base import Source
 from kvferry.transport.options import TransportOptions
 from kvferry.transport.shared_memory import owned_segment_names
@@ -37,7 +37,6 @@ __all__ = [
     "soon",
     "table_for",
     "tls_of",
-    "until",
 ]
 
 

@@ -28,9 +28,6 @@ from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_POLL_S, HEARTBEAT_TIMEOUT_S = 0.05, 0.4
-"""Period at which a producer's heartbeat is read (s), and maximum wait for a producer without heartbeats (s)."""
-
 
 @dataclass(frozen=True)
 class StoreLookup:
@@ -75,8 +72,10 @@ class Prober:
     """Called on the engine's thread; the stores are called on the prober's own thread. `make_stores` makes one store
     for each rank, in rank order."""
 
-    probe_s = 15.0
-    """Seconds for a lookup, beyond the wait for a marker: some stores, each within its own deadline."""
+    heartbeat_poll_s = 0.05
+    """Period at which a producer's heartbeat is read."""
+    heartbeat_timeout_s = 0.4
+    """Maximum wait for a producer without heartbeats, unless the machine's `min_deadline_s` is longer."""
     close_s = 10.0
     marker_poll_each_s = 0.00025
     marker_poll_s = 0.002
@@ -88,10 +87,12 @@ class Prober:
         keys: StoredKeys,
         *,
         prefetches: bool = True,
+        probe_s: float = 15.0,
         clock: Clock = SYSTEM_CLOCK,
         machine: Machine = MACHINE,
     ) -> None:
-        self._clock, self._machine = clock, machine
+        """`probe_s`: seconds for a lookup, beyond the wait for a marker: some stores, each within its own deadline."""
+        self._clock, self._machine, self._probe_s = clock, machine, probe_s
         self.wake: Wake = lambda: None
         """Called, on any thread, when there is a result."""
         self._make_stores, self._markers, self._keys = make_stores, markers, keys
@@ -171,7 +172,7 @@ class Prober:
         deadlines += [lookup.keys.deadline] if lookup.keys is not None else []
         left_s = max(0.0, *(deadline - self._clock.monotonic() for deadline in deadlines)) if deadlines else 0.0
         try:
-            async with asyncio.timeout(left_s + self.probe_s):
+            async with asyncio.timeout(left_s + self._probe_s):
                 result = await self._look_up(lookup)
         except TimeoutError:
             result = StoreResult(error=TransferTimeout("the store did not report in time what it has"))
@@ -253,11 +254,11 @@ class Prober:
             now = self._clock.monotonic()
             if now >= lookup.deadline:
                 raise TransferTimeout(f"hand-off {transfer_id!r}: its prefill did not reach the store in time")
-            if lookup.producer and now - last_poll > HEARTBEAT_POLL_S:
+            if lookup.producer and now - last_poll > self.heartbeat_poll_s:
                 last_poll, note = now, await self._stores[0].read_note(heartbeat_name(lookup.producer)) or b""
                 if note != last_note:
                     last_note, last_beat = note, now
-                elif now - last_beat > HEARTBEAT_TIMEOUT_S:
+                elif now - last_beat > max(self.heartbeat_timeout_s, self._machine.min_deadline_s):
                     raise TransferTimeout(
                         f"hand-off {transfer_id!r}: its prefill instance, {lookup.producer}, writes nothing to the"
                         " store; where that is always so, both name different ones"

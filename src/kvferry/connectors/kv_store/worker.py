@@ -260,6 +260,10 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         keys = {name: float(count) for name, count in self._keys.counts.items()}
         return self._store.statistics() | self._writer.statistics() | self._loader.statistics() | keys
 
+    def is_flushed(self) -> bool:
+        """True if everything that was saved, with its markers, is written or dropped."""
+        return self._writer.is_empty()
+
     def check(self) -> None:
         """Raise `LeakError` if a load is left. Blocks may still be queued for the disk."""
         if self._saves or self._step is not None or not self._loader.is_empty():

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from support.waiting import eventually
+
 pytest.importorskip("kmock")
 pytest.importorskip("kubernetes")
 
@@ -33,7 +35,6 @@ from kvferry.fleet.control.recommender import Recommender, read_recommended
 from kvferry.fleet.processes.process import PROGRAM
 from kvferry.fleet.spec.fleet_spec import fleet_from
 from kvferry.fleet.spec.spec_file import SpecFile
-from router.instances.test_membership import holds
 from router.peers import SECRET
 
 KUBERNETES = {"kind": "kubernetes", "kubernetes": {"image": "kvferry:1", "namespace": "llm"}}
@@ -71,10 +72,10 @@ async def test_workloads_are_scaled_to_what_was_decided(tmp_path: Path) -> None:
         await emulated.create(lease())
         await front.send_plan(urls[0], PLAN)
         async with controlling(emulated, urls, front, tmp_path):
-            await holds(lambda: len(emulated.server.scaled) == 2)
+            await eventually(lambda: len(emulated.server.scaled) == 2)
             assert emulated.server.scaled == SCALED
             path_of(tmp_path, role={**ROLES, "decode": {"count": 4, "min": 4, "max": 6}})
-            await holds(lambda: len(emulated.server.scaled) == 3)
+            await eventually(lambda: len(emulated.server.scaled) == 3)
             assert emulated.server.scaled[2] == ("chat-decode", 4), "only what changed is set"
         assert emulated.server.existing("leases")[0]["spec"]["holderIdentity"] == ""
 
@@ -84,11 +85,11 @@ async def test_what_the_api_server_did_not_do_is_tried_again(tmp_path: Path, cap
         await emulated.create(lease())
         await front.send_plan(urls[0], PLAN)
         async with controlling(emulated, urls, front, tmp_path) as held:
-            await holds(lambda: held.is_held)
+            await eventually(lambda: held.is_held)
             emulated.server.refuses_scale = True
-            await holds(lambda: "is not scaled to 5 yet" in caplog.text)
+            await eventually(lambda: "is not scaled to 5 yet" in caplog.text)
             emulated.server.refuses_scale = False
-            await holds(lambda: sorted(emulated.server.scaled) == sorted(SCALED))
+            await eventually(lambda: sorted(emulated.server.scaled) == sorted(SCALED))
 
 
 async def test_a_controller_that_loses_the_lease_scales_nothing(tmp_path: Path) -> None:
@@ -96,9 +97,9 @@ async def test_a_controller_that_loses_the_lease_scales_nothing(tmp_path: Path) 
         await emulated.create(lease())
         await front.send_plan(urls[0], PLAN)
         async with controlling(emulated, urls, front, tmp_path) as held:
-            await holds(lambda: len(emulated.server.scaled) == 2)
+            await eventually(lambda: len(emulated.server.scaled) == 2)
             await emulated.patch(lease(), {"spec": {"holderIdentity": "another"}})
-            await holds(lambda: not held.is_held)
+            await eventually(lambda: not held.is_held)
             path_of(tmp_path, role={**ROLES, "decode": {"count": 4, "min": 4, "max": 6}})
             await asyncio.wait([asyncio.create_task(held.renew())])
             assert emulated.server.scaled == SCALED
@@ -144,13 +145,13 @@ async def test_the_controllers_of_the_manifests_scale_their_fleet_one_after_the_
         emulated.server.rules = role["rules"]
         await front.send_plan(urls[0], PLAN)
         async with deployed(tmp_path, urls, emulated.url, "first"):
-            await holds(lambda: emulated.server.scaled == SCALED)
+            await eventually(lambda: emulated.server.scaled == SCALED)
             async with deployed(tmp_path, urls, emulated.url, "second") as second:
-                await holds(lambda: emulated.server.tokens.count("Bearer second") >= 2)
+                await eventually(lambda: emulated.server.tokens.count("Bearer second") >= 2)
             assert second.returncode == 0, "it waited for the first"
             assert emulated.server.scaled == SCALED
         async with deployed(tmp_path, urls, emulated.url, "third"):
-            await holds(lambda: len(emulated.server.scaled) == 4)
+            await eventually(lambda: len(emulated.server.scaled) == 4)
             assert emulated.server.scaled[2:] == SCALED, "it goes on from the plan of the one before"
     allowed = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
     assert emulated.server.used == allowed, "and no more is allowed than is used"

@@ -34,6 +34,7 @@ from kvferry.fleet.processes.process_settings import InstanceProcess
 from kvferry.fleet.processes.start_time import started_at
 from kvferry.fleet.spec.fleet_spec import MemberRole
 from kvferry.http.server.listen import BACKLOG, reserve
+from support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("leaves_nobody")
 
@@ -388,12 +389,10 @@ async def test_one_that_became_ready_while_nobody_looked_serves(folder: Path) ->
     makes: Any = {**MAKES, "decode": lambda name: child(name, waits + GOOD, "D", "http://d:1")}
     async with backend(folder, makes=makes) as (one, _):
         await start(one, "decode-0")
-        while not (folder / "members" / "decode-0" / "process").exists():
-            await asyncio.sleep(0.01)
+        await eventually((folder / "members" / "decode-0" / "process").exists)
         assert named(one, "decode-0").state is MemberState.STARTING
     told.touch()
-    while b"InstanceReady" not in (folder / "members" / "decode-0" / "messages").read_bytes():
-        await asyncio.sleep(0.01)
+    await eventually(lambda: b"InstanceReady" in (folder / "members" / "decode-0" / "messages").read_bytes())
     async with backend(folder, makes=makes) as (other, _):
         assert (await until(other, "decode-0", MemberState.SERVING)).url == "http://d:1"
         await other.stop("decode-0", 10.0)
@@ -505,8 +504,7 @@ async def test_a_folder_that_somebody_removes_is_made_anew(folder: Path, monkeyp
         shutil.rmtree(folder / "members")
         shutil.rmtree(folder / "routers")
         await one.assign("decode-0", "prefill")
-        while MemberFolder(folder / "members" / "decode-0").pid() != pid:
-            await asyncio.sleep(0.05)
+        await eventually(lambda: MemberFolder(folder / "members" / "decode-0").pid() == pid)
         await start(one, "router-0")
         await until(one, "router-0", MemberState.SERVING)
         await one.stop("router-0", 10.0)

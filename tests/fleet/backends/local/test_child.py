@@ -17,6 +17,7 @@ from kvferry.fleet.backends.local import launcher
 from kvferry.fleet.backends.local.child import ChildProcess, spawn
 from kvferry.fleet.backends.local.launcher import launch_command
 from kvferry.fleet.processes.start_time import started_at
+from support.waiting import eventually
 
 HANGS_S = 60.0
 FOR_EVER = "import signal\nprint('here', flush=True)\nwhile True: signal.pause()"
@@ -162,8 +163,7 @@ async def test_the_launcher_writes_which_process_it_is(tmp_path: Path) -> None:
     file = tmp_path / "process"
     child = spawn(launch_command((*PYTHON, FOR_EVER), (), "none", str(file)), dict(os.environ))
     async with asyncio.timeout(HANGS_S):
-        while not file.exists():
-            await asyncio.sleep(0.01)
+        await eventually(file.exists)
     assert file.read_text() == f"{child.pid} {started_at(child.pid)}\n"
     child.kill()
     assert await child.wait(HANGS_S)

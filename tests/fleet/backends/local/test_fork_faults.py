@@ -26,6 +26,7 @@ from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.processes.process import MEMBER, ProcessSpec
 from kvferry.fleet.processes.process_settings import InstanceProcess
 from kvferry.fleet.spec.fleet_spec import FailureSpec
+from support.waiting import eventually
 
 pytestmark = pytest.mark.processes
 
@@ -89,7 +90,7 @@ async def forking() -> AsyncIterator[tuple[ForkServer, Callable[[], set[int]]]]:
             await server.close()
             for pid in wanted & children():
                 os.kill(pid, signal.SIGKILL)
-        await until(lambda: children() <= others)
+        await eventually(lambda: children() <= others)
 
 
 async def fork(server: ForkServer, **more: str) -> ChildProcess | None:
@@ -98,7 +99,7 @@ async def fork(server: ForkServer, **more: str) -> ChildProcess | None:
         with TemporaryDirectory() as folder:
             process, environment = Path(folder) / "process", {**os.environ, **THREADS, **more}
             child = await server.fork(DECODE, environment, (), log=nothing, ready=nothing, process=process)
-            await until(lambda: child is None or child.has_ended or process.exists())  # it is about to write there
+            await eventually(lambda: child is None or child.has_ended or process.exists())  # it is about to write there
             return child
     finally:
         os.close(nothing)
@@ -107,7 +108,7 @@ async def fork(server: ForkServer, **more: str) -> ChildProcess | None:
 async def cancel_when_asked(server: ForkServer) -> None:
     """Ask for a child, and do not wait for the answer."""
     starting = asyncio.create_task(fork(server))
-    await until(lambda: starting.done() or server.num_pending > 0, every_s=0)
+    await eventually(lambda: starting.done() or server.num_pending > 0, every_s=0)
     starting.cancel()
     await asyncio.wait([starting])
     if not starting.cancelled() and (child := starting.result()) is not None:
@@ -123,11 +124,6 @@ def is_there(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:  # it ended in the meantime
         return False
-
-
-async def until(there: Callable[[], bool], every_s: float = 0.02) -> None:
-    while not there():
-        await asyncio.sleep(every_s)
 
 
 class Fleet:
@@ -179,7 +175,7 @@ async def test_a_child_that_nobody_wants_any_more_is_ended_and_the_next_is_forke
             await cancel_when_asked(server)
         second = await fork(server)
         assert second is not None
-        await until(lambda: forked() == {wanted.pid, second.pid})
+        await eventually(lambda: forked() == {wanted.pid, second.pid})
 
 
 async def test_a_child_that_comes_in_the_moment_of_the_cancellation_is_ended(
@@ -197,7 +193,7 @@ async def test_a_child_that_comes_in_the_moment_of_the_cancellation_is_ended(
         monkeypatch.setattr(fork_server._Server, "_on_message", hear_and_cancel)
         await asyncio.wait([starting])
         assert starting.cancelled()
-        await until(lambda: len(forked()) == 1)
+        await eventually(lambda: len(forked()) == 1)
 
 
 async def test_the_end_while_the_second_is_forked(runs: Runs, monkeypatch: pytest.MonkeyPatch, no_margin: None) -> None:
@@ -215,7 +211,7 @@ async def test_the_end_while_the_second_is_forked(runs: Runs, monkeypatch: pytes
     monkeypatch.setattr(fork_server._Server, "fork", stopping)
     async with asyncio.timeout(HANGS_S):
         assert await one.running == 0
-        await until(lambda: children() <= others)
+        await eventually(lambda: children() <= others)
 
 
 @pytest.mark.parametrize("program", [FORKS, IMPORTS_FOR_EVER])
@@ -230,10 +226,10 @@ async def test_the_end_while_the_forking_process_is_started_anew(
         first, instances = one.forking, one.instances() - others
         os.kill(first, signal.SIGKILL)
         os.kill(min(instances), signal.SIGKILL)
-        await until(lambda: one.server.pid not in (first, None))
+        await eventually(lambda: one.server.pid not in (first, None))
         one.attended.stop()
         assert await one.running == 0
-        await until(lambda: children() <= others)
+        await eventually(lambda: children() <= others)
 
 
 async def test_one_that_stands_still_is_waited_for_no_longer_than_told(
@@ -252,7 +248,7 @@ async def test_one_that_stands_still_is_waited_for_no_longer_than_told(
         assert await fork(one.server) is None
         one.attended.stop()
         assert await one.running == 0
-        await until(lambda: children() <= others)
+        await eventually(lambda: children() <= others)
 
 
 async def test_the_ends_of_children_are_seen_while_the_forking_process_hangs(
@@ -282,10 +278,10 @@ async def test_ctrl_c_ends_everything_within_the_grace_while_the_forking_process
         instances = one.instances() - others
         os.kill(one.forking, signal.SIGSTOP)
         os.kill(min(instances), signal.SIGTERM)
-        await until(lambda: len(one.instances() - others - instances) > 0)
+        await eventually(lambda: len(one.instances() - others - instances) > 0)
         os.kill(os.getpid(), signal.SIGINT)
         assert await one.running == 0
-        await until(lambda: children() <= others)
+        await eventually(lambda: children() <= others)
 
 
 async def test_imports_that_take_too_long_are_not_waited_for(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,11 +300,11 @@ async def test_children_go_on_when_the_forking_process_dies(runs: Runs) -> None:
         first = server.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        await until(lambda: server.pid is None)
+        await eventually(lambda: server.pid is None)
         second = await fork(server)
         assert second is not None
         assert server.pid != first
-        await until(lambda: forked() == {child.pid, second.pid})
+        await eventually(lambda: forked() == {child.pid, second.pid})
         child.terminate()
         assert await child.wait()
         assert child.returncode == -signal.SIGTERM

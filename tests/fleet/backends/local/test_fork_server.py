@@ -29,6 +29,7 @@ from kvferry.fleet.processes.process_settings import InstanceProcess
 from kvferry.fleet.spec.kv_transfer import DEFAULT, transfer_for
 from kvferry.fleet.spec.settings import InstanceSpec, Listen
 from kvferry.observe.logs import LogConfig
+from support.waiting import eventually
 
 pytestmark = pytest.mark.processes
 
@@ -145,8 +146,7 @@ async def test_ends_are_told_and_nothing_is_left(tmp_path: Path, model_maker: An
         assert psutil.Process(made.pid("kept")).ppid() == os.getpid()
         assert made.server.pid is not None
         os.kill(made.server.pid, signal.SIGKILL)
-        while made.server.pid is not None:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: made.server.pid is None)
         assert await serves(kept.url)
         await made.backend.stop("kept", 30.0)
         assert made.lines("kept")
@@ -176,8 +176,7 @@ async def test_nobody_waits_for_one_that_is_no_longer_wanted(tmp_path: Path) -> 
     others = children()
     async with forking(tmp_path / "fleet") as made:
         starting = asyncio.create_task(made.start("one", decode(tmp_path / "nowhere")))
-        while children() == others:
-            await asyncio.sleep(0)
+        await eventually(lambda: children() != others, every_s=0)
         starting.cancel()
         await asyncio.wait([starting])
         assert starting.cancelled()

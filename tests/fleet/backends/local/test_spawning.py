@@ -14,6 +14,7 @@ import pytest
 
 from kvferry.fleet.backends.local import spawning
 from kvferry.fleet.backends.local.fork_server import ForkServer
+from support.waiting import eventually
 
 pytestmark = pytest.mark.processes
 
@@ -79,8 +80,7 @@ async def test_the_server_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
         server.fork(None, {**os.environ}, (), log=nothing, ready=nothing, process=Path("/nowhere"))  # type: ignore[arg-type]
     )
     async with asyncio.timeout(60):
-        while server.pid is None:
-            await asyncio.sleep(0)
+        await eventually(lambda: server.pid is not None, every_s=0)
         assert server.pid in early
         await server.close()
         with suppress(Exception):

@@ -31,6 +31,7 @@ from kvferry.fleet.spec.fleet_spec import Backend, DesiredFleet, EngineSpec, Rol
 from kvferry.fleet.spec.ray_spec import ActorSpec
 from kvferry.testing.backends import NullWatcher, Programs, leading, named, until
 from support.ray_nodes import Nodes, ray_nodes, runs
+from support.waiting import eventually
 
 ray = pytest.importorskip("ray")
 
@@ -81,8 +82,7 @@ async def test_a_member_ends_with_its_actor_however_that_ends(nodes: Nodes, tmp_
         os.kill(actor, signal.SIGKILL)
         member = await until(backend, "stays-0", MemberState.ENDED)
         assert member.reason == "its actor was killed"
-        while runs(pid, started):
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not runs(pid, started))
         await backend.stop("stays-0", 0.0)
         assert list(backend.members()) == []
 

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from support.processes import begun, until
+from support.processes import begun
+from support.waiting import until
 
 pytest.importorskip("ray", reason="ray is not installed")
 

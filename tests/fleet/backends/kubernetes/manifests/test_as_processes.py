@@ -17,7 +17,8 @@ from kvferry.fleet.backends.kubernetes.manifests.render import render
 from kvferry.fleet.backends.kubernetes.manifests.values import Values
 from kvferry.fleet.spec.fleet_spec import fleet_from
 from support.ports import free_port
-from support.processes import AUTH_TOKEN, KvferryProcess, begun, until
+from support.processes import AUTH_TOKEN, KvferryProcess, begun
+from support.waiting import until
 
 TOLD: dict[str, Any] = {
     "name": "chat",

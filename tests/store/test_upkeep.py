@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from trouble import run
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.files import TimedFile
 from kvferry.store import upkeep
+from kvferry.store.base import Put
+from kvferry.store.table import find_stores
+from kvferry.store.tiers import TieredStore
+from kvferry.store.upkeep import export, import_, verify
+from kvferry.testing.stores import LAYOUT, block_of, fetch, name_of
 
 NAME = "ab" * 32
 
@@ -67,3 +75,53 @@ def test_a_pipe_is_read_as_a_file_is(tmp_path: Path) -> None:
             assert (file.read(4), file.read(4), file.read(4)) == (b"abcd", b"ef", b"")
     finally:
         os.close(reader)
+
+
+pytestmark = pytest.mark.short_deadlines
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "zeroed range": lambda content: content[:400] + bytes(len(content) - 400),
+    "grown": lambda content: content + b"more",
+    "garbage": lambda content: os.urandom(len(content)),
+    "a bit of the payload": lambda content: content[:-9] + bytes([content[-9] ^ 16]) + content[-8:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_verify_finds_and_removes_what_is_damaged(tmp_path: Path, damage: str) -> None:
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(index) for index in range(6)])
+
+    run([f"file:{tmp_path}"], use)
+    [path] = tmp_path.rglob(f"{name_of(3).hex()}.kv")
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    (path.parent / f"x.kv.elsewhere.{os.getpid()}.0.tmp").write_bytes(b"half")
+    os.utime(path.parent / f"x.kv.elsewhere.{os.getpid()}.0.tmp", (1, 1))
+    found = verify(tmp_path)
+    assert list(found.removed) == [path]
+    assert (found.num_blocks, found.num_orphans) == (5, 1)
+    assert verify(tmp_path).removed == {}
+
+
+def test_a_block_written_with_another_codec_is_a_miss_and_stays(tmp_path: Path) -> None:
+    async def put_and_look() -> None:
+        plain, coded = (find_stores(f"file:{tmp_path}{query}")[0].make(LAYOUT) for query in ("", "?codec=lossless"))
+        for store, other in ((plain, coded), (coded, plain)):
+            await store.open()
+            assert await store.put([block_of(0)]) == [Put.STORED]
+            assert await fetch(other, [1]) == [False]
+        assert await fetch(plain, [0]) == await fetch(coded, [0]) == [True]
+        await plain.close()
+        await coded.close()
+
+    asyncio.run(put_and_look())
+    found = verify(tmp_path)
+    assert (found.num_blocks, found.removed) == (2, {})
+    with (tmp_path / "kv.tar").open("wb") as archive:
+        assert export(tmp_path, archive) == (2, 0)
+    with (tmp_path / "kv.tar").open("rb") as archive:
+        assert import_(tmp_path / "other", archive) == (2, 0)
+    assert verify(tmp_path / "other").num_blocks == 2

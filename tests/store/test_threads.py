@@ -13,6 +13,7 @@ import pytest
 from kvferry.core.errors import StoreError
 from kvferry.store import threads
 from kvferry.store.threads import Stop, Threads
+from support.waiting import eventually
 
 
 async def left_behind(pool: Threads, gate: threading.Event) -> asyncio.Task[object]:
@@ -24,8 +25,7 @@ async def left_behind(pool: Threads, gate: threading.Event) -> asyncio.Task[obje
         gate.wait(60)
 
     task = asyncio.create_task(pool.run(hang))
-    while not begun.is_set():
-        await asyncio.sleep(0)
+    await eventually(begun.is_set, every_s=0)
     task.cancel()
     await asyncio.wait([task], timeout=20)
     assert task.cancelled()
@@ -56,8 +56,7 @@ async def test_what_waits_for_a_thread_is_called_when_one_is_left_behind() -> No
     pool, gate = Threads(1, "test"), threading.Event()
     begun = threading.Event()
     hanging = asyncio.create_task(pool.run(lambda stop: (begun.set(), gate.wait(60))))
-    while not begun.is_set():
-        await asyncio.sleep(0)
+    await eventually(begun.is_set, every_s=0)
     waiting = asyncio.create_task(pool.run(lambda stop: threading.current_thread().name))
     given_up = asyncio.create_task(pool.run(lambda stop: pytest.fail("nobody waits for this")))
     await asyncio.sleep(0)
@@ -80,8 +79,7 @@ async def test_nothing_is_written_once_nobody_waits() -> None:
         over.set()
 
     task = asyncio.create_task(pool.run(read))
-    while not begun.is_set():
-        await asyncio.sleep(0)
+    await eventually(begun.is_set, every_s=0)
     task.cancel()
     await asyncio.wait([task])
     gate.set()
