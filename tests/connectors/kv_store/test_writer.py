@@ -1,137 +1,113 @@
-"""What a producer reports of hand-offs, and what consumers find in the store meanwhile."""
+"""Blocks and markers on their way to a store, in order and within bounds."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
-from kv_support import make_layout
+from held_store import HeldStore, block, marker_of
 
-from kvferry.connectors.api import Saved
-from kvferry.connectors.kv_store import markers
-from kvferry.connectors.kv_store.markers import Marker, MarkerProducer, Markers, heartbeat_name
+from kvferry.connectors.caching import StoreEvents
+from kvferry.connectors.kv_store.markers import Markers
 from kvferry.connectors.kv_store.writer import StoreWriter
+from kvferry.core.clock import ManualClock
 from kvferry.core.errors import StoreError
-from kvferry.store.base import Block, Put
+from kvferry.store.base import KVStore
 from kvferry.transport.transfer_loop import TransferLoop
+from support.waiting import until
 
-LAYOUT = make_layout()
-
-
-class SlowStore:
-    """Takes blocks when `gate` is open, and notes at once, unless `works` is false. `noted` has their names."""
-
-    def __init__(self) -> None:
-        self.gate = asyncio.Event()
-        self.works = True
-        self.noted: list[str] = []
-        self.changed = threading.Semaphore(0)
-        self.taking_changed: Any = None
-
-    async def put(self, blocks: list[Block]) -> list[Put]:
-        await self.gate.wait()
-        return [Put.STORED] * len(blocks)
-
-    async def write_note(self, name: str, note: bytes, seconds: float) -> None:
-        self.noted.append(name)
-        self.changed.release()
-        if not self.works:
-            raise StoreError("not now")
-
-    async def remove_note(self, name: str) -> None:
-        self.noted.append(f"-{name}")
-
-    def on_takes(self, call: Any) -> None:
-        self.taking_changed = call
-
-    def takes(self) -> list[int]:
-        return [0, 2] if self.works else []
+pytestmark = pytest.mark.short_deadlines
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferLoop]:
-    monkeypatch.setattr(markers, "HEARTBEAT_S", 0.01)
-    monkeypatch.setattr(markers, "HEARTBEAT_LINGER_S", 0.05)
-    loop = TransferLoop("test")
+def loop() -> Iterator[TransferLoop]:
+    loop = TransferLoop("kvferry-store-test")
     loop.start()
     yield loop
     loop.close()
 
 
-def marker(name: str) -> Marker:
-    return Marker(transfer_id=name, layout=LAYOUT, num_tokens=4, digest="d")
+def make_writer(store: KVStore, loop: TransferLoop, capacity: float = 1e6, **options: float) -> StoreWriter:
+    return StoreWriter(store, loop, capacity, **options)
 
 
-class Producer:
-    def __init__(self, loop: TransferLoop) -> None:
-        self.store: Any = SlowStore()
-        self.saved: list[Saved] = []
-        self.told = threading.Semaphore(0)
-        self.loop, self.writer = loop, StoreWriter(self.store, loop, 1e9)
-        self.producer = MarkerProducer(
-            self.store, Markers("secret"), "p", is_writing=lambda: not self.writer.is_empty(), report=self._tell
-        )
-
-    def mark(self, name: str) -> None:
-        self.loop.call(self.producer.start_heartbeats)
-        self.writer.submit(partial(self.producer.write_marker, marker(name)))
-
-    def _tell(self, saved: Saved) -> None:
-        self.saved.append(saved)
-        self.told.release()
-
-    def wait_for_notes(self, times: int) -> None:
-        for _ in range(times):
-            assert self.store.changed.acquire(timeout=60)
+def test_markers_come_after_the_blocks_before_them(loop: TransferLoop) -> None:
+    store = HeldStore()
+    writer = make_writer(store, loop)
+    writer.put(block(b"a"))
+    writer.submit(partial(Markers("secret", ManualClock()).write, store, marker_of("t")))
+    assert store.asked.wait(20)
+    assert not store.notes
+    store.gate.set()
+    until(writer.is_empty)
+    assert store.put_before_note == [b"a"]
+    assert loop.submit(Markers("secret", ManualClock()).read(store, "t", 0)).result(20) == marker_of("t")
+    writer.close()
 
 
-def wait_for_the_last_sign(producer: Producer, loop: TransferLoop) -> None:
-    async def wait(signs: asyncio.Task[None]) -> None:
-        await asyncio.wait([signs])
-
-    signs = producer.producer.heartbeats
-    assert signs is not None
-    loop.submit(wait(signs)).result(60)
-
-
-def test_a_hand_off_is_told_with_the_stores_that_took_it(loop: TransferLoop) -> None:
-    producer = Producer(loop)
-    producer.mark("a")
-    assert producer.told.acquire(timeout=60)
-    producer.store.works = False
-    producer.mark("b")
-    assert producer.told.acquire(timeout=60)
-    producer.store.works = True
-    loop.call(producer.store.taking_changed)
-    assert producer.told.acquire(timeout=60)
-    assert producer.saved == [Saved("a", [0, 2]), Saved("b", []), Saved("b", [0, 2])]
-    assert [one for one in producer.store.noted if one != heartbeat_name("p")][-1] == "b.0"
-    producer.writer.close()
+@pytest.mark.parametrize("max_wait_s", [0.0, 0.02])
+def test_a_full_queue_drops_without_waiting_for_each_block(loop: TransferLoop, max_wait_s: float) -> None:
+    store = HeldStore()
+    writer = make_writer(store, loop, 250, max_wait_s=max_wait_s)
+    assert writer.put(block(b"a"))
+    assert writer.put(block(b"b"))
+    assert not writer.put(block(b"c"))
+    for _ in range(100):
+        assert not writer.put(block(b"d"))
+    assert writer.statistics()["writer_dropped_blocks"] == 101
+    store.gate.set()
+    until(writer.is_empty)
+    assert writer.put(block(b"e"))
+    writer.close()
+    assert store.puts == [b"a", b"b", b"e"]
 
 
-def test_a_producer_gives_signs_for_as_long_as_it_writes(loop: TransferLoop) -> None:
-    producer = Producer(loop)
-    producer.writer.put(Block(b"x", [memoryview(b"1234")]))
-    producer.mark("a")
-    producer.wait_for_notes(5)
-    assert producer.store.noted[:5] == [heartbeat_name("p")] * 5
-    loop.call(producer.store.gate.set)
-    assert producer.told.acquire(timeout=60)
-    wait_for_the_last_sign(producer, loop)
-    assert "a.0" in producer.store.noted
-    assert producer.store.noted[-1] == f"-{heartbeat_name('p')}"
-    producer.writer.close()
+def test_a_block_larger_than_the_bound_goes_alone(loop: TransferLoop) -> None:
+    store = HeldStore()
+    store.gate.set()
+    writer = make_writer(store, loop, 10)
+    assert writer.put(block(b"a", 100))
+    writer.close()
+    assert store.puts == [b"a"]
 
 
-def test_a_producer_whose_stores_take_nothing_gives_no_sign(loop: TransferLoop) -> None:
-    producer = Producer(loop)
-    producer.store.works = False
-    producer.mark("a")
-    assert producer.told.acquire(timeout=60)
-    wait_for_the_last_sign(producer, loop)
-    assert producer.store.noted == ["a.0"]
-    producer.writer.close()
+@pytest.mark.parametrize("error", [StoreError("full"), ZeroDivisionError("a bug")])
+def test_a_store_that_fails_does_not_end_the_writer(loop: TransferLoop, error: Exception) -> None:
+    store = HeldStore()
+    store.error = error
+    store.gate.set()
+    writer = make_writer(store, loop)
+    writer.watch()
+    writer.put(block(b"a"))
+    until(writer.is_empty)
+    store.error = None
+    writer.put(block(b"b"))
+    writer.close()
+    assert store.puts == [b"b"]
+    assert writer.take_events() == StoreEvents(stored=[b"b"], dropped=[b"a"])
+    assert not writer.take_events()
+
+
+def test_every_block_is_stored_or_dropped(loop: TransferLoop) -> None:
+    store = HeldStore()
+    writer = make_writer(store, loop, 250)
+    writer.put(block(b"before anybody asks"))
+    writer.watch()
+    writer.put(block(b"b"))
+    assert not writer.put(block(b"c"))
+    assert writer.take_events() == StoreEvents(dropped=[b"c"])
+    store.gate.set()
+    until(writer.is_empty)
+    writer.close()
+    assert writer.take_events().stored[-1] == b"b"
+
+
+def test_a_marker_is_believed_only_under_its_name_and_token(loop: TransferLoop) -> None:
+    store = HeldStore()
+    loop.submit(Markers("secret", ManualClock()).write(store, marker_of("a"))).result(20)
+    store.notes["b.0"] = store.notes["a.0"]
+    for markers, name in ((Markers("secret", ManualClock()), "b"), (Markers("another"), "a")):
+        with pytest.raises(StoreError, match="token"):
+            loop.submit(markers.read(store, name, 0)).result(20)
+    assert loop.submit(Markers("secret", ManualClock()).read(store, "a", 0)).result(20) == marker_of("a")
