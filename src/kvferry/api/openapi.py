@@ -1,6 +1,6 @@
 """The OpenAPI 3.1 document, generated from the types of requests and answers.
 
-The engine's server and the router serve the same document, each with its own routes (`openapi_document(paths=…)`).
+The engine's server and the router serve the same document, each with its own routes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -47,6 +47,8 @@ class Operation:
     examples: dict[str, Any] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
     error: type[msgspec.Struct] = ErrorEnvelope
+    on_router: bool = True
+    """True if the router has the path too."""
 
 
 _GENERATE = (400, 401, 404, 408, 413, 429, 500, 502, 503)
@@ -81,6 +83,29 @@ _RESPONSE = _object(
     model={"type": "string"},
     output={"type": "array", "items": {"type": "object", "required": ["type", "id"]}},
     usage={"type": "object", "required": ["input_tokens", "output_tokens", "total_tokens"]},
+)
+
+_TOKENIZATION = (
+    Operation(
+        "/tokenize",
+        "post",
+        "tokenize",
+        "Tokens of a text or of messages, as a generating route would have them.",
+        (requests.TokenizeCompletionRequest, requests.TokenizeChatRequest),
+        answers.Tokens,
+        examples={"text": {"prompt": "Hello"}, "chat": {"messages": [{"role": "user", "content": "Hello"}]}},
+        errors=_READ,
+    ),
+    Operation(
+        "/detokenize",
+        "post",
+        "detokenize",
+        "The text of tokens, special ones written out.",
+        (requests.DetokenizeRequest,),
+        answers.Detokenized,
+        examples={"tokens": {"tokens": [1, 2, 3]}},
+        errors=_READ,
+    ),
 )
 
 OPERATIONS = (
@@ -196,25 +221,15 @@ OPERATIONS = (
     ),
     Operation("/v1/models", "get", "listModels", "The names the model is served under.", answer=answers.ModelList),
     Operation("/v1/models/{model}", "get", "getModel", "One of them.", answer=answers.Model, errors=(404,)),
+    *_TOKENIZATION,
+    *(replace(operation, path=f"/v1{operation.path}", name=f"{operation.name}V1") for operation in _TOKENIZATION),
     Operation(
-        "/tokenize",
-        "post",
-        "tokenize",
-        "Tokens of a text or of messages, as a generating route would have them.",
-        (requests.TokenizeCompletionRequest, requests.TokenizeChatRequest),
-        answers.Tokens,
-        examples={"text": {"prompt": "Hello"}, "chat": {"messages": [{"role": "user", "content": "Hello"}]}},
-        errors=_READ,
-    ),
-    Operation(
-        "/detokenize",
-        "post",
-        "detokenize",
-        "The text of tokens, special ones written out.",
-        (requests.DetokenizeRequest,),
-        answers.Detokenized,
-        examples={"tokens": {"tokens": [1, 2, 3]}},
-        errors=_READ,
+        "/tokenizer_info",
+        "get",
+        "tokenizerInfo",
+        "The tokenizer's class, special tokens and chat template.",
+        answer=_object(tokenizer_class={"type": "string"}, vocab_size={"type": "integer"}),
+        on_router=False,
     ),
     Operation(
         "/health",
@@ -223,6 +238,59 @@ OPERATIONS = (
         "200 while requests can be served.",
         answer=_object(status={"type": "string"}) | {"description": "An instance also says its `engine_id`."},
         errors=(503,),
+    ),
+    Operation(
+        "/ping",
+        "get",
+        "ping",
+        "As `/health`.",
+        answer=_object(status={"type": "string"}),
+        errors=(503,),
+    ),
+    Operation(
+        "/ping",
+        "post",
+        "pingPost",
+        "As `/health`.",
+        answer=_object(status={"type": "string"}),
+        errors=(503,),
+        on_router=False,
+    ),
+    Operation(
+        "/load",
+        "get",
+        "load",
+        "The number of requests that run or wait.",
+        answer=_object(server_load={"type": "integer"}),
+        errors=(503,),
+    ),
+    Operation(
+        "/server_info",
+        "get",
+        "serverInfo",
+        "The version, and the facts for routers.",
+        answer=_object(kvferry_version={"type": "string"}, instance={"type": "object"}),
+        on_router=False,
+    ),
+    Operation(
+        "/reset_prefix_cache",
+        "post",
+        "resetPrefixCache",
+        "Evict the cached blocks that no request uses.",
+        answer=_object(success={"type": "boolean"}),
+        errors=(400, 503),
+        on_router=False,
+    ),
+    Operation(
+        "/abort_requests",
+        "post",
+        "abortRequests",
+        "End running requests.",
+        (requests.AbortRequest,),
+        _object(aborted={"type": "integer"}),
+        examples={"one": {"request_ids": ["cmpl-0123456789abcdef"]}},
+        errors=_READ,
+        on_router=False,
     ),
     Operation("/metrics", "get", "metrics", "What Prometheus scrapes."),
     Operation("/version", "get", "version", "The version of kvferry.", answer=_object(version={"type": "string"})),
@@ -235,6 +303,7 @@ OPERATIONS = (
         _object(released={"type": "boolean"}),
         examples={"one": {"transfer_id": "cmpl-0123456789abcdef"}},
         errors=_READ,
+        on_router=False,
     ),
     Operation(
         "/kvferry/kept",
@@ -245,6 +314,7 @@ OPERATIONS = (
         KeptBlocks,
         examples={"pinned": {"tokens": [1, 2, 3], "pin": True}, "unpinned": {"tokens": [1, 2, 3], "pin": False}},
         errors=_READ,
+        on_router=False,
     ),
     Operation(
         "/kvferry/instance",
@@ -252,6 +322,7 @@ OPERATIONS = (
         "instance",
         "What a router should know of this instance.",
         answer={"type": "object"},
+        on_router=False,
     ),
     Operation(
         "/kvferry/check",
@@ -260,6 +331,7 @@ OPERATIONS = (
         "Whether something is kept though no request is left.",
         answer=_object(ok={"type": "boolean"}),
         errors=(500, 503),
+        on_router=False,
     ),
     Operation(OPENAPI_PATH, "get", "openapi", "This document.", answer={"type": "object"}),
 )
@@ -288,9 +360,9 @@ ERROR_EXAMPLE = {
 
 
 @cache
-def openapi_document(paths: frozenset[str] | None = None) -> bytes:
-    """The document as JSON; `paths` restricts it to these paths."""
-    operations = [operation for operation in OPERATIONS if paths is None or operation.path in paths]
+def openapi_document(*, of_router: bool = False) -> bytes:
+    """The document of an instance, or of a router, as JSON."""
+    operations = [operation for operation in OPERATIONS if operation.on_router or not of_router]
     document = {
         "openapi": "3.1.0",
         "info": {

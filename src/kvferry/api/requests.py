@@ -60,30 +60,12 @@ MAX_FIELD_BYTES = {
 """Maximum length of the JSON texts of fields; others are limited by the body's limit only."""
 
 
-KeyList = Annotated[
-    list[Any],
-    msgspec.Meta(
-        extra_json_schema={
-            "items": {
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "null"},
-                    {"type": "array", "items": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}},
-                ]
-            }
-        }
-    ),
-]
-"""KV keys, for one prompt or for each. `core.messages.kv_keys` validates them."""
+_Key = Annotated[str, msgspec.Meta(min_length=1)]
 
-TokenList = Annotated[
-    list[Any],
-    msgspec.Meta(
-        extra_json_schema={
-            "items": {"anyOf": [{"type": "integer"}, {"type": "null"}, {"type": "array", "items": {"type": "integer"}}]}
-        }
-    ),
-]
+KeyList = list[_Key | list[_Key | None] | None]
+"""KV keys, for one prompt or for each. `core.messages.kv_keys` checks that they match the prompts, and their length."""
+
+TokenList = list[Integer | list[Integer] | None]
 """Token ids of a prompt's prefix, for one prompt or for each."""
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from kvferry.api.dialects.response_store import ResponseStore
 from kvferry.api.dialects.translator import TRANSLATED_PATHS, Translator
-from kvferry.api.openapi import OPENAPI_PATH, OPERATIONS, openapi_document
+from kvferry.api.openapi import OPENAPI_PATH, openapi_document
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import QueueFull, RequestError
 from kvferry.core.messages.openai import internal_error
@@ -56,8 +56,6 @@ from kvferry.router.request.releases import Releases
 from kvferry.router.request.services import Services
 
 logger = logging.getLogger(__name__)
-
-_API_PATHS = frozenset(operation.path for operation in OPERATIONS if not operation.path.startswith("/kvferry/"))
 
 CLIENT_GONE = 499
 """Status for requests whose client left before the answer began, in metrics (nginx's number)."""
@@ -150,7 +148,7 @@ class Router:
         if any(isinstance(instance.facts, VllmFacts) for instance in self.services.pools):
             await self.serve(request, response)
         else:
-            response.send_json(openapi_document(_API_PATHS))
+            response.send_json(openapi_document(of_router=True))
 
     async def serve(self, request: HttpRequest, response: Response) -> None:
         """Serve a client's request on the instances."""
