@@ -17,7 +17,7 @@ from kvferry.core.errors import InvalidRequest, LogitsNotFinite
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.model_runner import LogitRows, draw
-from kvferry.engine.sampler import adjust_logits, keep_likely, sample, token_logprobs
+from kvferry.engine.sampler import Bits, adjust_logits, keep_likely, permitted_tokens, sample, token_logprobs
 from kvferry.engine.sequence import Sequence
 
 VOCAB = 200
@@ -105,6 +105,49 @@ def test_greedy_takes_the_likeliest_and_leaves_the_logits_alone() -> None:
     found = sample(logits, [sequence_of([1], temperature=0.0, logit_bias={5: 50.0}) for _ in range(4)], frozenset())
     assert [choice.token_id for choice in found] == [5] * 4
     assert torch.equal(logits, before)
+
+
+def test_of_equal_logits_the_first_is_taken() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[1, [150, 20, 90]] = 1.0
+    assert [token.token_id for token in sample(logits, [sequence_of([1], temperature=0.0)] * 2, frozenset())] == [0, 20]
+
+
+class FakeMatcher:
+    """A grammar that permits these tokens of a tokenizer with more tokens than the model has."""
+
+    def __init__(self, *tokens: int) -> None:
+        self._tokens = tokens
+
+    def fill_mask(self, mask: Bits) -> None:
+        for token in self._tokens:
+            mask[token >> 3] |= 1 << (token & 7)
+
+
+@pytest.mark.parametrize("vocab", [199, 200, 203])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_grammar_leaves_what_it_permits(vocab: int, seed: int) -> None:
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed))
+    tokens = [0, 7, 8, 100, vocab - 1]
+    permitted = permitted_tokens(FakeMatcher(*tokens), vocab)  # type: ignore[arg-type]
+    adjusted = logits[0].clone()
+    adjust_logits(adjusted, sequence_of([1]), frozenset(), permitted)
+    expected = torch.full((vocab,), float("-inf"))
+    expected[tokens] = logits[0, tokens]
+    assert torch.equal(adjusted, expected)
+
+
+@pytest.mark.parametrize("settings", [{"ignore_eos": True}, {"min_tokens": 1}])
+def test_the_end_is_banned_only_where_a_grammar_permits_something_else(settings: dict[str, Any]) -> None:
+    vocab, eos = 203, 4
+    for others, expected in (([9], 9), ([], eos), ([203, 207], eos)):  # the last two are not the model's
+        permitted = permitted_tokens(FakeMatcher(eos, *others), vocab)  # type: ignore[arg-type]
+        logits = torch.zeros(1, vocab)
+        logits[0, eos] = 5.0
+        sequence = sequence_of([1], max_tokens=4, **settings)
+        sequence.matcher = FakeMatcher()  # type: ignore[assignment]
+        (token,) = sample(logits, [sequence], frozenset({eos}), {"r": permitted})
+        assert token.token_id == expected
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -17,7 +17,7 @@ from kvferry.engine.blocks.kv_cache import KVCache
 from kvferry.engine.model.attention import LayerHooks, PagedContext, attention_context
 from kvferry.engine.model.loader import LoadedModel
 from kvferry.engine.ops.batch import AttentionBatch
-from kvferry.engine.sampler import sample, token_logprobs, verify
+from kvferry.engine.sampler import Bits, sample, token_logprobs, verify
 from kvferry.engine.sequence import Sequence
 from kvferry.engine.step import Chunk, SampledToken
 from kvferry.engine.structured.token_masks import NO_MASKS, Masks
@@ -204,15 +204,16 @@ def _draw_rows(
     logits: Tensor,
     rows: Rows[tuple[int, Sequence]],
     eos_token_ids: frozenset[int],
-    permitted: Mapping[str, Tensor],
+    permitted: Mapping[str, Bits],
     drawn: SamplerOutput,
 ) -> None:
     """Sample all rows at once; if that fails, row by row, so that only the failing row has no token."""
     if not rows:
         return
-    drawing = [sequence for _, sequence in rows]
+    drawing, indices = [sequence for _, sequence in rows], [index for index, _ in rows]
     try:
-        tokens = sample(logits[[index for index, _ in rows]], drawing, eos_token_ids, permitted)
+        chosen = logits if indices == [*range(len(logits))] else logits[indices]
+        tokens = sample(chosen, drawing, eos_token_ids, permitted)
     except Exception as error:
         if len(rows) == 1:
             drawn.failed[drawing[0].request_id] = error

@@ -10,10 +10,11 @@ accepts, each of temperature, min_p, top_k and top_p leaves the most likely toke
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,7 +27,13 @@ from kvferry.engine.step import SampledToken
 
 log = logging.getLogger(__name__)
 
-NOT_CONSTRAINED: Mapping[str, Tensor] = {}
+Bits = npt.NDArray[np.uint8]
+"""The tokens that a grammar permits, one bit for each token of the vocabulary, the lowest first."""
+
+NOT_CONSTRAINED: Mapping[str, Bits] = {}
+_EXCLUSIONS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
+_EXCLUSIONS = _EXCLUSIONS.astype(np.float32)
+"""By eight bits, what is added to the logits of their tokens."""
 MIN_TEMPERATURE = 1e-300
 """Lower temperatures count as this one: they are close to zero even in float64, and any two different logits are
 infinitely far apart long before."""
@@ -36,21 +43,23 @@ def sample(
     logits: Tensor,
     sequences: Rows[Sequence],
     eos_token_ids: frozenset[int],
-    permitted: Mapping[str, Tensor] = NOT_CONSTRAINED,
+    permitted: Mapping[str, Bits] = NOT_CONSTRAINED,
 ) -> list[SampledToken]:
     """One token for each row of logits [R, vocab], float32. `sequences[r]`: the sequence of row r. `permitted`: by
-    request id, the tokens that its grammar permits, bool [vocab].
+    request id, the tokens that its grammar permits.
 
     Raises `LogitsNotFinite` if a row has no usable logits, `InvalidRequest` if the settings leave no token.
     """
     require_finite(logits)
     adjusted = logits
     if any(_adjusts(sequence) for sequence in sequences):
-        adjusted = logits.clone()
+        adjusted = torch.empty_like(logits)
         for row, sequence in enumerate(sequences):
+            adjusted[row] = logits[row]
             adjust_logits(adjusted[row], sequence, eos_token_ids, permitted.get(sequence.request_id))
-        _require_choice(adjusted)
-    tokens = adjusted.argmax(dim=-1)
+    tokens = _most_likely(adjusted)
+    if adjusted is not logits:
+        _require_choice(adjusted, tokens)
     random = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0]
     if random:
         tokens[random] = _draw(adjusted[random], [sequences[row] for row in random])
@@ -88,11 +97,17 @@ def verify(
     return tokens[1:]
 
 
-def permitted_tokens(matcher: Matcher, vocab_size: int) -> Tensor:
-    """The tokens that a grammar permits next, bool [vocab_size] on the CPU. Raises `GrammarFailed`."""
+def permitted_tokens(matcher: Matcher, vocab_size: int) -> Bits:
+    """The tokens that a grammar permits next. Raises `GrammarFailed`."""
     bits = np.zeros(-(-vocab_size // 8), dtype=np.uint8)
     matcher.fill_mask(bits)
-    return torch.from_numpy(np.unpackbits(bits, count=vocab_size, bitorder="little").astype(bool))
+    bits[-1] &= 0xFF >> -vocab_size % 8  # a tokenizer may have more tokens than the model
+    return bits
+
+
+def _most_likely(logits: Tensor) -> Tensor:
+    """The first of the largest logits of each row, int64 [R]. On CPUs, numpy's takes a tenth of the time of torch's."""
+    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.is_cpu else logits.argmax(dim=-1)
 
 
 def require_finite(logits: Tensor) -> None:
@@ -105,8 +120,8 @@ def require_finite(logits: Tensor) -> None:
         )
 
 
-def _require_choice(adjusted: Tensor) -> None:
-    if bool((adjusted.amax(dim=-1) == float("-inf")).any()):
+def _require_choice(adjusted: Tensor, tokens: Tensor) -> None:
+    if bool((adjusted.gather(1, tokens.unsqueeze(1)) == float("-inf")).any()):
         raise InvalidRequest(
             "min_tokens, stop tokens, allowed_token_ids, bad_words and structured output leave no token to choose",
             param="min_tokens",
@@ -141,10 +156,10 @@ def _adjusts(sequence: Sequence) -> bool:
 
 
 def adjust_logits(
-    logits: Tensor, sequence: Sequence, eos_token_ids: frozenset[int], permitted: Tensor | None = None
+    logits: Tensor, sequence: Sequence, eos_token_ids: frozenset[int], permitted: Bits | None = None
 ) -> None:
     """Apply what excludes tokens, bias, minimum length and penalties in place; logits [vocab]. `permitted`: the tokens
-    that the sequence's grammar permits, bool [vocab]."""
+    that the sequence's grammar permits."""
     sampling = sequence.request.sampling
     if sampling.allowed_token_ids is not None:
         allowed = torch.tensor(sampling.allowed_token_ids, device=logits.device, dtype=torch.long)
@@ -155,12 +170,11 @@ def adjust_logits(
         logits[completions_of(sampling.bad_words, sequence)] = float("-inf")
     for token_id, bias in sampling.logit_bias.items():
         logits[token_id] += bias
-    if permitted is not None:
-        logits.masked_fill_(~permitted.to(logits.device), float("-inf"))
     banned = banned_tokens(sampling, eos_token_ids) if sequence.num_output_tokens < sampling.min_tokens else set()
-    if permitted is not None and sampling.ignore_eos:
-        banned = banned | eos_token_ids
-    _ban(logits, [token for token in banned if 0 <= token < len(logits)], permitted)
+    if permitted is not None:
+        logits.add_(_exclusions(_without(permitted, banned | eos_token_ids if sampling.ignore_eos else banned), logits))
+    elif banned:
+        logits[[token for token in banned if 0 <= token < len(logits)]] = float("-inf")
     if sampling.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(sequence.tokens)), device=logits.device)
         seen_logits = logits[seen]
@@ -173,13 +187,26 @@ def adjust_logits(
         logits[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
 
 
-def _ban(logits: Tensor, tokens: list[int], permitted: Tensor | None) -> None:
-    """Exclude these tokens; logits [vocab]. A grammar that permits nothing else ends the answer nevertheless."""
-    if not tokens:
-        return
-    if permitted is not None and int(permitted.sum()) == int(permitted[tokens].sum()):
-        return
-    logits[tokens] = float("-inf")
+def _exclusions(permitted: Bits, logits: Tensor) -> Tensor:
+    """Zero for each permitted token and minus infinity for the others, as `logits` [vocab]. Adding them takes a third
+    of the time of a masked fill or less."""
+    if logits.is_cpu:
+        exclusions = torch.from_numpy(_EXCLUSIONS.take(permitted, axis=0))
+    else:
+        table, rows = (torch.from_numpy(array).to(logits.device) for array in (_EXCLUSIONS, permitted))
+        exclusions = table.index_select(0, rows.int())
+    return exclusions.flatten()[: len(logits)]
+
+
+def _without(permitted: Bits, banned: Collection[int]) -> Bits:
+    """Exclude these tokens too. A grammar that permits nothing else ends the answer nevertheless."""
+    masks = [(token >> 3, 1 << (token & 7)) for token in banned if 0 <= token < 8 * len(permitted)]
+    if not any(permitted[index] & mask for index, mask in masks):
+        return permitted
+    others = permitted.copy()
+    for index, mask in masks:
+        others[index] &= 0xFF ^ mask
+    return others if others.max() else permitted
 
 
 def completions_of(bad_words: Rows[tuple[int, ...]], sequence: Sequence) -> list[int]:

@@ -6,18 +6,15 @@ from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from kvferry.engine.sampler import permitted_tokens
+from kvferry.engine.sampler import Bits, permitted_tokens
 from kvferry.engine.sequence import Sequence
 
 
 @dataclass
 class Masks:
-    """`permitted`: bool [vocab] on the CPU by request id, for sequences that have a grammar. `failed`: those whose
-    grammar cannot go on."""
+    """`permitted`: by request id, for sequences that have a grammar. `failed`: those whose grammar cannot go on."""
 
-    permitted: dict[str, Tensor] = field(default_factory=dict)
+    permitted: dict[str, Bits] = field(default_factory=dict)
     failed: dict[str, Exception] = field(default_factory=dict)
 
 
