@@ -28,7 +28,8 @@ from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
 from support.waiting import eventually
 
-from .client.test_http_client import CHUNKED, Script, peer, small_socket
+from .client.peers import CHUNKED, Script, peer
+from .client.test_http_client import small_socket
 from .running import Seen, opened, request, running, wire
 
 MARKS = Pattern(MARK, "first line", (LAST_MARK,))

@@ -40,7 +40,7 @@ LONG_FILES = (
     "engine/model/test_batch_invariance.py",
     "router/request/test_delivery.py",
     "engine/test_cache_beside_hand_off.py",
-    "transport/fabric/test_nixl_and_mooncake.py",
+    "transport/fabric/test_nixl_agent.py",
 )
 _PLACES = {_TESTS / name: place for place, name in enumerate(LONG_FILES)}
 _lost = [path for path in _PLACES if not path.is_file()]

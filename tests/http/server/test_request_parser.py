@@ -26,7 +26,8 @@ from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
 
-from ..client.test_http_client import answering, peer
+from ..client.peers import peer
+from ..client.test_call import answering
 from ..running import Seen, opened, request, running, wire
 
 NUM_CASES = 1500
