@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -87,10 +87,11 @@ def require_json(content_type: str | None, content_encoding: str | None) -> None
         )
 
 
-def decode_body(raw: bytes, body_type: type[Body]) -> Decoded[Body]:
-    """Decode JSON into `body_type`. Raises `InvalidRequest` that names the field."""
+def decode_body(raw: bytes, body_type: type[Body], others: Collection[str] = ()) -> Decoded[Body]:
+    """Decode JSON into `body_type`. `others`: further fields of this API. Raises `InvalidRequest` that names the
+    field."""
     fields = read_fields(raw)
-    ignored = ignored_fields(fields, body_type)
+    ignored = ignored_fields(fields, body_type, others)
     _require_sizes(fields)
     try:
         unsupported = {name: msgspec.json.decode(fields[name]) for name in ignored if name in REFUSED}

@@ -6,7 +6,7 @@ nearly a known one is refused, since the client would not get the requested effe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from functools import cache
 
@@ -38,13 +38,17 @@ _MAX_NAMES = 8
 _MAX_CHARACTERS = 40
 
 
-def ignored_fields(names: Iterable[str], body_type: type[msgspec.Struct]) -> tuple[str, ...]:
-    """The `names` that are not fields of `body_type`. Raises `InvalidRequest` for a name that is nearly a field."""
+def ignored_fields(
+    names: Iterable[str], body_type: type[msgspec.Struct], others: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The `names` that are not fields of `body_type`. Raises `InvalidRequest` for a name that is nearly a field, and is
+    none of `others`, which the API has too."""
     known_names = _field_names(body_type)
     unknown = tuple(name for name in names if name not in known_names)
     for name in unknown:
         if (
-            name not in WITHOUT_EFFECT
+            name not in others
+            and name not in WITHOUT_EFFECT
             and name not in REFUSED
             and (suggestion := _suggest(name, _suggestions(body_type))) is not None
         ):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,21 +13,14 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import GrammarFailed, InvalidRequest
+from support.schemas import DRAFTS, SCHEMAS, is_installed
 
-SCHEMAS = Path(__file__).parents[3] / "build" / "schemas"
-DRAFTS = {
-    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
-    "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
-    "draft7": "http://json-schema.org/draft-07/schema#",
-    "draft6": "http://json-schema.org/draft-06/schema#",
-    "draft4": "http://json-schema.org/draft-04/schema#",
-}
 PERMITTED_ANYWAY = {
     ("ECMA 262 \\S matches everything but whitespace", "zero-width whitespace does not match"),
 }
 """Rust's regular expressions do not count a byte order mark as whitespace."""
 
-pytestmark = pytest.mark.skipif(not (SCHEMAS / ".complete").is_file(), reason="make install-schemas fetches them")
+pytestmark = pytest.mark.skipif(not is_installed(), reason="make install-schemas fetches them")
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

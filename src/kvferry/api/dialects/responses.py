@@ -146,7 +146,7 @@ def input_items(request: InputTokensRequest) -> list[dict[str, Any]]:
     items = []
     for index, item in enumerate(request.input):
         kind = item.get("type", "message")
-        if kind not in _ITEMS:
+        if not isinstance(kind, str) or kind not in _ITEMS:
             raise _unsupported_item(kind, f"input[{index}]")
         items.append({"id": f"{_ITEMS[kind]}_{secret_hex()}", **_with_parts(item), "type": kind})
     return items

@@ -69,7 +69,7 @@ class PassedFields(msgspec.Struct, kw_only=True):
 def read_request(raw: bytes, kind: type[Kind], harmless: Collection[str], reasons: Mapping[str, str]) -> Kind:
     """Decode a request. Raises `InvalidRequest`, also for each field that is neither one of `kind` nor `harmless`, with
     the reason for it if there is one. Null requests nothing."""
-    decoded = decode_body(raw, kind)
+    decoded = decode_body(raw, kind, {*harmless, *reasons})
     for name in (*decoded.ignored, *decoded.unsupported):
         if name not in harmless and bytes(read_fields(raw)[name]) != b"null":
             raise InvalidRequest(
