@@ -109,8 +109,10 @@ def decode(content: bytes, kind: type[Kind]) -> Kind:
 
 def decode_hook(kind: type, value: Any) -> Any:
     """msgspec's hook for the types of settings that JSON does not have."""
-    if kind is Path and isinstance(value, str):
-        return Path(value)
+    if kind is Path:
+        if isinstance(value, str):
+            return Path(value)
+        raise ValueError(f"expected a path as text, got {type(value).__name__}")
     raise NotImplementedError(f"no setting is a {kind.__name__}")
 
 
