@@ -251,13 +251,13 @@ async def test_a_client_that_does_not_read_makes_the_instance_wait_and_then_gets
         how = Unmarked if marked else unread
         async with running(routes=front_of(client, origin, how, calls=calls)) as front:
             async with wire(front.port, sock=small_socket(front.port)) as caller:
-                caller.reader._transport.pause_reading()  # type: ignore[attr-defined]
+                caller.writer.transport.pause_reading()
                 caller.send(request("/"))
                 async with asyncio.timeout(60):
                     await eventually(lambda: any(one.paused for one in calls))
                 assert num_sent * len(event) < 2**26
                 stopped.set()
-                caller.reader._transport.resume_reading()  # type: ignore[attr-defined]
+                caller.writer.transport.resume_reading()
                 body = (await caller.reply()).body
                 assert (len(body), body) == (num_sent * len(event), event * num_sent)
         client.check()

@@ -105,11 +105,11 @@ async def test_a_connection_that_the_end_of_an_answer_paused_is_read_again() -> 
     async with peer(script) as origin, HttpClient(**KEEPING) as client:
         routes = Routes([], Route("*", "*", whole))
         async with running(routes=routes) as front, wire(front.port, sock=small_socket(front.port)) as caller:
-            caller.reader._transport.pause_reading()  # type: ignore[attr-defined]
+            caller.writer.transport.pause_reading()
             caller.send(request("/"))
             assert await ended_slow
             assert (await client.ask(origin, "GET", "/", timeout_s=20))[2] == b"ok"
-            caller.reader._transport.resume_reading()  # type: ignore[attr-defined]
+            caller.writer.transport.resume_reading()
             assert len((await caller.reply()).body) == NUM_BYTES
             assert client.statistics()[str(origin)] == 1
         client.check()
@@ -159,7 +159,7 @@ async def test_who_was_slow_already_has_the_next_answers_instance_wait() -> None
     async with peer(script) as origin, HttpClient() as client:
         routes = Routes([Route("GET", "/more", more)], None)
         async with running(routes=routes) as front, wire(front.port) as caller:
-            caller.reader._transport.pause_reading()  # type: ignore[attr-defined]
+            caller.writer.transport.pause_reading()
             caller.send(request("/more"))
             await handlers.running.wait()
             seen = -1

@@ -143,7 +143,7 @@ async def test_a_client_that_only_sends_requests_is_read_no_further_until_it_rea
     async with running(handlers) as served, wire(served.port) as client:
         client.send(request("/wait"))
         await handlers.running.wait()
-        client.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        client.writer.transport.pause_reading()
         client.send(request("/ok") * 500_000)
         handlers.go.set()
         seen = -1

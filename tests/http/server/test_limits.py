@@ -245,7 +245,7 @@ async def test_a_client_that_reads_nothing_has_its_next_requests_wait() -> None:
         response.send(200, b"x" * 2**20)
 
     async with running(routes=Routes([Route("GET", "/large", large)], None)) as served, wire(served.port) as client:
-        client.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        client.writer.transport.pause_reading()
         client.send(request("/large") * num_requests)
         seen = 0
         while not num_begun or seen != num_begun:  # it stops by itself
@@ -254,7 +254,7 @@ async def test_a_client_that_reads_nothing_has_its_next_requests_wait() -> None:
         assert num_begun < num_requests
         (connection,) = served.server.service.connections
         assert connection._writer.transport.get_write_buffer_size() < 2**21
-        client.reader._transport.resume_reading()  # type: ignore[attr-defined]
+        client.writer.transport.resume_reading()
         for _ in range(num_requests):
             await client.reader.readuntil(b"\r\n\r\n")
             await client.reader.readexactly(2**20)

@@ -119,7 +119,7 @@ async def test_drained_means_that_the_instance_says_so_too(metric: str) -> None:
         assert await post(url) == 200
         assert not p.calls
         (leaving,) = router.services.pools.leaving
-        await router.membership._check_drained(leaving)
+        await router.membership.check_drained(leaving)
         assert not leaving.drained
         kept = False
         await eventually(lambda: leaving.drained)
@@ -182,7 +182,7 @@ async def test_only_what_says_so_is_drained(status: int, text: bytes, drained: b
             return status, text
 
         monkeypatch.setattr(Connections, "ask", asked)
-        await router.membership._check_drained(leaving)
+        await router.membership.check_drained(leaving)
         assert leaving.drained is drained
 
 
@@ -201,14 +201,14 @@ async def test_one_that_changed_its_role_and_is_drained_works_until_it_says_othe
         after = membership.change_role("decode-0", "prefill")
         assert (after.busy_until, after.state) == (5.0, InstanceState.UNRESPONSIVE)
         membership.drain("prefill-0")
-        await membership._check_drained(after)
+        await membership.check_drained(after)
         assert not after.drained
         running = False
         before.load.num_legs = 1
-        await membership._check_drained(after)
+        await membership.check_drained(after)
         assert not after.drained
         before.load.num_legs = 0
-        await membership._check_drained(after)
+        await membership.check_drained(after)
         assert after.drained
 
 

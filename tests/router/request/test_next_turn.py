@@ -233,7 +233,7 @@ async def test_a_turn_fetches_from_an_instance_that_is_leaving_which_is_not_drai
                 router.membership.change_role(leaving.name, "prefill")
             for _ in range(3):
                 router.services.next_turns.sweep()
-                await router.membership._check_drained(leaving)
+                await router.membership.check_drained(leaving)
             assert leaving in router.services.pools.leaving
             assert not leaving.drained
             await post(url, "a")
@@ -243,7 +243,7 @@ async def test_a_turn_fetches_from_an_instance_that_is_leaving_which_is_not_drai
             (row,) = router.state.tickets()
             assert row.engine_id == other.facts["engine_id"], "the conversation's KV has gone along"
             first.metrics = None
-            await router.membership._check_drained(leaving)
+            await router.membership.check_drained(leaving)
             assert leaving.drained or leaving not in router.services.pools.leaving
 
 

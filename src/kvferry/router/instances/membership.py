@@ -322,12 +322,14 @@ class Membership:
 
     async def _check_drained_safely(self, instance: Instance) -> None:
         try:
-            await self._check_drained(instance)
+            await self.check_drained(instance)
         except Exception:
             # Answers come from outside: no answer may keep another instance from being drained.
             logger.exception("could not find out whether %s is drained", instance)
 
-    async def _check_drained(self, instance: Instance) -> None:
+    async def check_drained(self, instance: Instance) -> None:
+        """Look whether a leaving instance is drained, and forget it if it is to be removed then. Raises what its answer
+        raises."""
         self._state.note_idle(instance.member, not instance.is_in_use)
         drained = await self._is_idle(instance) and self._state.all_idle(instance.member) and not instance.is_in_use
         if instance not in self._pools.leaving:

@@ -20,9 +20,10 @@ from fleet.recording import RecordingDisplay
 from kvferry.cli.serving import attended as foreground
 from kvferry.cli.serving.attended import AttendedFleet
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.backends.local import fork_server, member
+from kvferry.fleet.backends.local import fork_server as module
+from kvferry.fleet.backends.local import member
 from kvferry.fleet.backends.local.child import ChildProcess
-from kvferry.fleet.backends.local.fork_server import ForkServer
+from kvferry.fleet.backends.local.fork_server import ForkServer, ForkTimes
 from kvferry.fleet.processes.process import MEMBER, ProcessSpec
 from kvferry.fleet.processes.process_settings import InstanceProcess
 from kvferry.fleet.spec.fleet_spec import FailureSpec
@@ -59,25 +60,20 @@ signal.pause()
 
 IMPORTS_FOR_EVER = "import signal\nwhile True: signal.pause()"
 
-Runs = Callable[[str], None]
+
+def command(program: str) -> tuple[str, ...]:
+    """The command of a forking process that runs this program."""
+    return (sys.executable, "-c", program)
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """Have the forking process run this program from now on."""
-
-    def use(program: str) -> None:
-        monkeypatch.setattr(ForkServer, "program", (sys.executable, "-c", program))
-
-    monkeypatch.setattr(ForkServer, "cuda_device", Path("/nowhere"))
-    use(FORKS)
-    return use
+def fork_server(program: str = FORKS, **times: float) -> ForkServer:
+    return ForkServer(program=command(program), cuda_device=Path("/nowhere"), times=ForkTimes(**times))
 
 
 @asynccontextmanager
-async def forking() -> AsyncIterator[tuple[ForkServer, Callable[[], set[int]]]]:
+async def forking(program: str = FORKS, **times: float) -> AsyncIterator[tuple[ForkServer, Callable[[], set[int]]]]:
     """A server, and what it has forked and still runs; they are ended, and nothing else is left behind."""
-    others, server = children(), ForkServer()
+    others, server = children(), fork_server(program, **times)
 
     def forked() -> set[int]:
         return children() - others - {server.pid}
@@ -129,8 +125,8 @@ def is_there(process: psutil.Process) -> bool:
 class Fleet:
     """Two instances, which are forked by `server`."""
 
-    def __init__(self, grace_s: float = 0.2) -> None:
-        self.display, self.server = RecordingDisplay(), ForkServer()
+    def __init__(self, grace_s: float = 0.2, **times: float) -> None:
+        self.display, self.server = RecordingDisplay(), fork_server(**times)
         self.attended: AttendedFleet = attended(
             self.display,
             {"decode": lambda name: ProcessSpec(name, (*MEMBER, "decode"), THREADS, forks=True, settings=DECODE)},
@@ -167,7 +163,7 @@ def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreground.AttendedFleet, "end_margin_s", 0.0)
 
 
-async def test_a_child_that_nobody_wants_any_more_is_ended_and_the_next_is_forked(runs: Runs) -> None:
+async def test_a_child_that_nobody_wants_any_more_is_ended_and_the_next_is_forked() -> None:
     async with forking() as (server, forked):
         wanted = await fork(server)
         assert wanted is not None
@@ -178,51 +174,46 @@ async def test_a_child_that_nobody_wants_any_more_is_ended_and_the_next_is_forke
         await eventually(lambda: forked() == {wanted.pid, second.pid})
 
 
-async def test_a_child_that_comes_in_the_moment_of_the_cancellation_is_ended(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_child_that_comes_in_the_moment_of_the_cancellation_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async with forking() as (server, forked):
         assert await fork(server)
         starting = asyncio.create_task(fork(server))
-        hear = fork_server._Server._on_message
+        hear = module._Server._on_message
 
         def hear_and_cancel(*arguments: Any) -> None:
             hear(*arguments)
             starting.cancel()
 
-        monkeypatch.setattr(fork_server._Server, "_on_message", hear_and_cancel)
+        monkeypatch.setattr(module._Server, "_on_message", hear_and_cancel)
         await asyncio.wait([starting])
         assert starting.cancelled()
         await eventually(lambda: len(forked()) == 1)
 
 
-async def test_the_end_while_the_second_is_forked(runs: Runs, monkeypatch: pytest.MonkeyPatch, no_margin: None) -> None:
+async def test_the_end_while_the_second_is_forked(monkeypatch: pytest.MonkeyPatch, no_margin: None) -> None:
     others, num_forks = children(), 0
     one = Fleet()
-    asked = fork_server._Server.fork
+    asked = one.server.fork
 
-    async def stopping(*arguments: Any) -> ChildProcess:
+    async def stopping(*arguments: Any, **named: Any) -> ChildProcess | None:
         nonlocal num_forks
         num_forks += 1
         if num_forks == 2:
             asyncio.get_running_loop().call_soon(one.attended.stop)
-        return await asked(*arguments)
+        return await asked(*arguments, **named)
 
-    monkeypatch.setattr(fork_server._Server, "fork", stopping)
+    one.server.fork = stopping  # type: ignore[method-assign]
     async with asyncio.timeout(HANGS_S):
         assert await one.running == 0
         await eventually(lambda: children() <= others)
 
 
 @pytest.mark.parametrize("program", [FORKS, IMPORTS_FOR_EVER])
-async def test_the_end_while_the_forking_process_is_started_anew(
-    program: str, runs: Runs, monkeypatch: pytest.MonkeyPatch, no_margin: None
-) -> None:
-    monkeypatch.setattr(fork_server._Server, "end_s", HANGS_S)
-    others, one = children(), Fleet()
+async def test_the_end_while_the_forking_process_is_started_anew(program: str, no_margin: None) -> None:
+    others, one = children(), Fleet(end_s=HANGS_S)
     async with asyncio.timeout(HANGS_S):
         await one.up()
-        runs(program)
+        one.server.program = command(program)
         first, instances = one.forking, one.instances() - others
         os.kill(first, signal.SIGKILL)
         os.kill(min(instances), signal.SIGKILL)
@@ -233,17 +224,13 @@ async def test_the_end_while_the_forking_process_is_started_anew(
 
 
 async def test_one_that_stands_still_is_waited_for_no_longer_than_told(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, no_margin: None
+    monkeypatch: pytest.MonkeyPatch, no_margin: None
 ) -> None:
     others, one = children(), Fleet()
     async with asyncio.timeout(HANGS_S):
         await one.up()
-        for owner, name in (
-            (fork_server._Server, "fork_s"),
-            (fork_server._Server, "end_s"),
-            (member.LocalMember, "killed_s"),
-        ):
-            monkeypatch.setattr(owner, name, 0.2)
+        one.server.times.fork_s = one.server.times.end_s = 0.2
+        monkeypatch.setattr(member.LocalMember, "killed_s", 0.2)
         os.kill(one.forking, signal.SIGSTOP)
         assert await fork(one.server) is None
         one.attended.stop()
@@ -251,9 +238,7 @@ async def test_one_that_stands_still_is_waited_for_no_longer_than_told(
         await eventually(lambda: children() <= others)
 
 
-async def test_the_ends_of_children_are_seen_while_the_forking_process_hangs(
-    runs: Runs,
-) -> None:
+async def test_the_ends_of_children_are_seen_while_the_forking_process_hangs() -> None:
     async with forking() as (server, _):
         child = await fork(server)
         assert child is not None
@@ -266,15 +251,12 @@ async def test_the_ends_of_children_are_seen_while_the_forking_process_hangs(
         assert await fork(server) is not None  # of the same process
 
 
-async def test_ctrl_c_ends_everything_within_the_grace_while_the_forking_process_hangs(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, no_margin: None
-) -> None:
+async def test_ctrl_c_ends_everything_within_the_grace_while_the_forking_process_hangs(no_margin: None) -> None:
     """And an instance that ends meanwhile is started without it."""
     others, one = children(), Fleet(grace_s=HANGS_S)
     async with asyncio.timeout(HANGS_S):
         await one.up()
-        monkeypatch.setattr(fork_server._Server, "fork_s", 0.2)
-        monkeypatch.setattr(fork_server._Server, "end_s", 0.2)
+        one.server.times.fork_s = one.server.times.end_s = 0.2
         instances = one.instances() - others
         os.kill(one.forking, signal.SIGSTOP)
         os.kill(min(instances), signal.SIGTERM)
@@ -284,16 +266,14 @@ async def test_ctrl_c_ends_everything_within_the_grace_while_the_forking_process
         await eventually(lambda: children() <= others)
 
 
-async def test_imports_that_take_too_long_are_not_waited_for(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server._Server, "import_s", 0.1)
-    monkeypatch.setattr(fork_server._Server, "end_s", HANGS_S)  # one that imports does not hear that it shall end
-    runs(IMPORTS_FOR_EVER)
-    async with forking() as (server, _):
+async def test_imports_that_take_too_long_are_not_waited_for() -> None:
+    # One that imports does not hear that it shall end.
+    async with forking(IMPORTS_FOR_EVER, import_s=0.1, end_s=HANGS_S) as (server, _):
         assert await fork(server) is None
         assert await fork(server) is None
 
 
-async def test_children_go_on_when_the_forking_process_dies(runs: Runs) -> None:
+async def test_children_go_on_when_the_forking_process_dies() -> None:
     async with forking() as (server, forked):
         child = await fork(server)
         assert child is not None
@@ -310,39 +290,34 @@ async def test_children_go_on_when_the_forking_process_dies(runs: Runs) -> None:
         assert child.returncode == -signal.SIGTERM
 
 
-async def test_a_message_that_is_not_understood_ends_all_waits(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server._Server, "end_s", 0.1)
-    runs(ANSWERS_WITH_REQUESTS)
-    async with forking() as (server, _):
+async def test_a_message_that_is_not_understood_ends_all_waits() -> None:
+    async with forking(ANSWERS_WITH_REQUESTS, end_s=0.1) as (server, _):
         with pytest.raises(OSError, match="has ended"):
             await fork(server)
-        runs(FORKS)
+        server.program = command(FORKS)
         assert await fork(server) is not None  # of another forking process
 
 
-async def test_a_request_that_is_longer_than_what_the_system_buffers(runs: Runs) -> None:
+async def test_a_request_that_is_longer_than_what_the_system_buffers() -> None:
     async with forking() as (server, _):
         assert await fork(server) is not None
         assert await fork(server, KVFERRY_LONG="x" * 2**21) is not None
         assert await fork(server) is not None
 
 
-async def test_a_request_that_is_half_sent_is_followed_by_none(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_request_that_is_half_sent_is_followed_by_none(caplog: pytest.LogCaptureFixture) -> None:
     async with forking() as (server, _):
         assert await fork(server) is not None
         assert server.pid is not None
         os.kill(server.pid, signal.SIGSTOP)
-        monkeypatch.setattr(fork_server._Server, "fork_s", 0.2)
+        server.times.fork_s = 0.2
         assert await fork(server, KVFERRY_LONG="x" * 2**21) is None
         assert "has hung" in caplog.text
-        monkeypatch.undo()
-        runs(FORKS)
+        server.times.fork_s = HANGS_S
         assert await fork(server) is not None  # of another forking process
 
 
-async def test_after_the_end_nothing_is_forked(runs: Runs) -> None:
+async def test_after_the_end_nothing_is_forked() -> None:
     async with forking() as (server, _):
         await server.close()
         with pytest.raises(OSError, match="the fleet ends"):

@@ -55,8 +55,8 @@ def decode(model: object, transfer: str = "", forks: bool = True, **more: str) -
 class Forked:
     """Members of one backend, of which each runs what it is told."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.display, self.server = folder, RecordingDisplay(), ForkServer()
+    def __init__(self, folder: Path, server: ForkServer) -> None:
+        self.folder, self.display, self.server = folder, RecordingDisplay(), server
         self._specs: dict[str, ProcessSpec] = {}
         makes: Any = {"decode": lambda name: self._specs[name]}
         context = BackendContext(folder, lambda fleet: Programs(fleet, makes, (CORE,)), self.display, outlives=False)
@@ -91,8 +91,8 @@ class Forked:
 
 
 @asynccontextmanager
-async def forking(folder: Path) -> AsyncIterator[Forked]:
-    made = Forked(folder)
+async def forking(folder: Path, server: ForkServer | None = None) -> AsyncIterator[Forked]:
+    made = Forked(folder, server or ForkServer())
     async with asyncio.timeout(HANGS_S):
         await made.backend.open()
         try:
@@ -187,17 +187,14 @@ async def test_nobody_waits_for_one_that_is_no_longer_wanted(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "why", ["there is CUDA", pytest.param("it has threads", marks=pytest.mark.full(in_every_part=True))]
 )
-async def test_where_forks_are_not_sound_each_is_started_from_nothing(
-    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_where_forks_are_not_sound_each_is_started_from_nothing(why: str, tmp_path: Path) -> None:
     more, others = {}, children()
-    if why == "there is CUDA":
-        monkeypatch.setattr(ForkServer, "cuda_device", tmp_path)
-    else:
+    server = ForkServer(cuda_device=tmp_path) if why == "there is CUDA" else ForkServer()
+    if why != "there is CUDA":
         program = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         (tmp_path / "sitecustomize.py").write_text(program)
         more = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    async with forking(tmp_path / "fleet") as made:
+    async with forking(tmp_path / "fleet", server) as made:
         await made.start("one", decode(tmp_path / "nowhere", REFUSED_AT_ONCE, **more))
         started = children() - others
         assert len(started) == 1

@@ -71,10 +71,9 @@ def test_its_environment_has_no_settings(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_the_server_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ForkServer, "cuda_device", Path("/nowhere"))
     spawning.start_fork_process_early(SERVE)
     early = {child.pid for child in psutil.Process().children()}
-    server = ForkServer()
+    server = ForkServer(cuda_device=Path("/nowhere"))
     nothing = os.memfd_create("nothing")
     forking = asyncio.create_task(
         server.fork(None, {**os.environ}, (), log=nothing, ready=nothing, process=Path("/nowhere"))  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from kvferry.core.errors import ProtocolError
 from kvferry.core.messages.wire import FrameReader, encode_frame
@@ -44,18 +44,32 @@ _RECEIVE_BYTES = 4096
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+@dataclass
+class ForkTimes:
+    """Seconds that the forking process is waited for."""
+
+    end_s: float = 5.0
+    fork_s: float = 10.0
+    import_s: float = 120.0
+    """For its imports; then instances are started without them."""
+
+
 class ForkServer:
     """Owns the forking process and the socket to it. Used by one event loop. Makes this process the subreaper of its
     descendants: processes that are forked become its children."""
 
-    program: ClassVar[Sequence[str]] = FORK_PROGRAM
-    cuda_device: ClassVar[Path] = Path(CUDA_DEVICE)
-    """Where it exists, nothing is forked."""
-
-    def __init__(self, *, is_tied: bool = True) -> None:
-        """`is_tied`: processes that are forked end with this one."""
-        self._is_tied = is_tied
-        self._is_enabled = not self.cuda_device.exists()
+    def __init__(
+        self,
+        *,
+        is_tied: bool = True,
+        program: Sequence[str] = FORK_PROGRAM,
+        cuda_device: Path = Path(CUDA_DEVICE),
+        times: ForkTimes | None = None,
+    ) -> None:
+        """`is_tied`: processes that are forked end with this one. `program`: the command of the forking process.
+        `cuda_device`: where it exists, nothing is forked."""
+        self._is_tied, self.program, self.times = is_tied, program, times or ForkTimes()
+        self._is_enabled = not cuda_device.exists()
         self._is_closed = False
         self._server: _Server | None = None
         self._lock = asyncio.Lock()
@@ -99,7 +113,7 @@ class ForkServer:
             await self._server.close()
             self._server = None
         if self._server is None and self._is_enabled:
-            self._server = _Server.start(environment, self.program)
+            self._server = _Server.start(environment, self.program, self.times)
             if self._is_closed:  # closed meanwhile, when there was nothing to close yet
                 await self._server.close()
         if self._server is not None and not await self._server.has_imported():
@@ -129,13 +143,8 @@ class ForkServer:
 class _Server:
     """One forking process, from its start to its end."""
 
-    end_s = 5.0
-    fork_s = 10.0
-    import_s = 120.0
-    """Largest number of seconds for the imports, before instances are started without them."""
-
-    def __init__(self, process: ChildProcess, ours: socket.socket) -> None:
-        self._process, self._socket = process, ours
+    def __init__(self, process: ChildProcess, ours: socket.socket, times: ForkTimes) -> None:
+        self._process, self._socket, self._times = process, ours, times
         self._answers: deque[asyncio.Future[ChildProcess]] = deque()
         self._ready = asyncio.Event()
         self._sending = asyncio.Lock()
@@ -143,7 +152,7 @@ class _Server:
         self.is_gone = False
 
     @classmethod
-    def start(cls, environment: Mapping[str, str], program: Sequence[str]) -> _Server:
+    def start(cls, environment: Mapping[str, str], program: Sequence[str], times: ForkTimes) -> _Server:
         """Start it, or take the one that was started early; it can be used once `has_imported` returns True."""
         pid, ours = take_early_fork_process() or start_fork_process(environment, program)
         try:
@@ -152,7 +161,7 @@ class _Server:
             os.kill(pid, signal.SIGKILL)
             ours.close()
             raise
-        return cls(process, ours)
+        return cls(process, ours, times)
 
     @property
     def pid(self) -> int:
@@ -166,9 +175,9 @@ class _Server:
 
     async def has_imported(self) -> bool:
         """Wait until everything is imported; False if it cannot be, if forking would not be sound, or after
-        `import_s`."""
+        `ForkTimes.import_s`."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self.import_s):
+            async with asyncio.timeout(self._times.import_s):
                 await self._ready.wait()
         return self._ready.is_set() and not self.is_gone
 
@@ -176,7 +185,7 @@ class _Server:
         """A child. Raises `OSError`; `TimeoutError` if the process has hung."""
         answer: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(self.fork_s):
+            async with asyncio.timeout(self._times.fork_s):
                 async with self._sending:
                     await self._send(encode_frame(request), [log, ready])
                     self._answers.append(answer)
@@ -212,7 +221,7 @@ class _Server:
                 self._socket.shutdown(socket.SHUT_WR)
         else:  # it receives nothing while it imports
             self._process.kill()
-        if not await self._process.wait(self.end_s):
+        if not await self._process.wait(self._times.end_s):
             self._process.kill()
             await self._process.wait()
         await asyncio.wait([self._listener])
