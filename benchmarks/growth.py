@@ -22,8 +22,8 @@ from collections.abc import Callable
 
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.queues import SequenceQueues
-from kvferry.engine.sequence import Sequence
+from kvferry.engine.scheduling.queues import SequenceQueues
+from kvferry.engine.scheduling.sequence import Sequence
 from kvferry.router.request.relay import address_pattern
 from report import save
 

@@ -26,10 +26,10 @@ from kvferry.testing.tickets import early_ticket
 from support.engines import Answer
 from support.pairs import Pair, pair_of
 
-SCHEDULER = "kvferry.engine.scheduler:Scheduler."
-EXTERNAL = "kvferry.engine.external_kv:ExternalKV."
+SCHEDULER = "kvferry.engine.scheduling.scheduler:Scheduler."
+EXTERNAL = "kvferry.engine.scheduling.external_kv:ExternalKV."
 POOL = "kvferry.engine.blocks.block_pool:BlockPool."
-SEQUENCE_BLOCKS = "kvferry.engine.blocks.sequence_blocks:SequenceBlocks."
+SEQUENCE_BLOCKS = "kvferry.engine.scheduling.sequence_blocks:SequenceBlocks."
 LOCAL = "kvferry.engine.executor.local:"
 P2P = "kvferry.connectors.p2p."
 BUFFER = "kvferry.transport.lookup_buffer."
@@ -58,14 +58,14 @@ ALONE = [
     *(EXTERNAL + name for name in ("promised_result", "arrived", "match", "begin_load", "end_load")),
     *(EXTERNAL + name for name in ("plan_between_steps", "released", "completed")),
     *(POOL + name for name in ("match", "acquire", "allocate", "publish", "num_free_after_acquiring")),
-    "kvferry.engine.queues:SequenceQueues.start",
+    "kvferry.engine.scheduling.queues:SequenceQueues.start",
     *(
-        "kvferry.engine.blocks.sequence_blocks:SequenceBlocks." + name
+        "kvferry.engine.scheduling.sequence_blocks:SequenceBlocks." + name
         for name in ("cached", "reserve", "extend", "publish")
     ),
-    "kvferry.engine.limits:SchedulerLimits.end_of",
-    "kvferry.engine.sequence:Sequence.hashes",
-    "kvferry.engine.sequence:Sequence.num_blocks_for",
+    "kvferry.engine.scheduling.limits:SchedulerLimits.end_of",
+    "kvferry.engine.scheduling.sequence:Sequence.hashes",
+    "kvferry.engine.scheduling.sequence:Sequence.num_blocks_for",
     "kvferry.engine.model_runner:sample",
     "kvferry.engine.sampler:uniform_draw",
     *(P2P + "scheduler:P2pSchedulerSide." + name for name in ("arrived", "refusal", "match", "allocated", "finish")),

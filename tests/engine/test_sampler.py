@@ -18,7 +18,7 @@ from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.model_runner import LogitRows, draw
 from kvferry.engine.sampler import Bits, adjust_logits, keep_likely, permitted_tokens, sample, token_logprobs
-from kvferry.engine.sequence import Sequence
+from kvferry.engine.scheduling.sequence import Sequence
 
 VOCAB = 200
 

@@ -17,7 +17,7 @@ from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.core import entropy
 from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.engine.external_kv import ExternalKV
+from kvferry.engine.scheduling.external_kv import ExternalKV
 from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.client.connection import ClientConnection
 from kvferry.sim.kv import KVContents

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvferry.engine.blocks.sequence_blocks import SequenceBlocks
-from kvferry.engine.scheduler import Scheduler
-from kvferry.engine.sequence import Sequence as EngineSequence
-from kvferry.engine.step import SampledToken
+from kvferry.engine.scheduling.scheduler import Scheduler
+from kvferry.engine.scheduling.sequence import Sequence as EngineSequence
+from kvferry.engine.scheduling.sequence_blocks import SequenceBlocks
+from kvferry.engine.scheduling.step import SampledToken
 from kvferry.fleet.control import controller
 from kvferry.fleet.control.election import Election
 from kvferry.fleet.control.facts import Drain, Step, StopMember

@@ -16,7 +16,7 @@ from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.overrides import parse_sampling, parse_template_kwargs
 from kvferry.engine.parser_names import require_known_parser
 from kvferry.engine.patch_names import require_known_patches
-from kvferry.engine.speculation import SpeculativeConfig
+from kvferry.engine.scheduling.speculation import SpeculativeConfig
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.store.eviction.table import eviction_class
 

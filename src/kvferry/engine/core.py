@@ -42,11 +42,11 @@ from kvferry.engine.blocks.cached_order import make_cached_order
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
 from kvferry.engine.kv_events import BlockEvents
-from kvferry.engine.limits import SchedulerLimits
-from kvferry.engine.scheduler import Scheduler
-from kvferry.engine.speculation import SpeculativeConfig
+from kvferry.engine.scheduling.limits import SchedulerLimits
+from kvferry.engine.scheduling.scheduler import Scheduler
+from kvferry.engine.scheduling.speculation import SpeculativeConfig
+from kvferry.engine.scheduling.step import Chunk
 from kvferry.engine.statistics import EngineSnapshot
-from kvferry.engine.step import Chunk
 from kvferry.store.machine import MACHINE, Machine
 
 log = logging.getLogger(__name__)

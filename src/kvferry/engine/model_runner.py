@@ -18,8 +18,8 @@ from kvferry.engine.model.attention import LayerHooks, PagedContext, attention_c
 from kvferry.engine.model.loader import LoadedModel
 from kvferry.engine.ops.batch import AttentionBatch
 from kvferry.engine.sampler import Bits, sample, token_logprobs, verify
-from kvferry.engine.sequence import Sequence
-from kvferry.engine.step import Chunk, SampledToken
+from kvferry.engine.scheduling.sequence import Sequence
+from kvferry.engine.scheduling.step import Chunk, SampledToken
 from kvferry.engine.structured.token_masks import NO_MASKS, Masks
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from kvferry.core.errors import InvalidRequest, LogitsNotFinite
 from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.sampling import SamplingParams, banned_tokens, uniform_draw
 from kvferry.core.structured_outputs import Matcher
-from kvferry.engine.sequence import Sequence
-from kvferry.engine.step import SampledToken
+from kvferry.engine.scheduling.sequence import Sequence
+from kvferry.engine.scheduling.step import SampledToken
 
 log = logging.getLogger(__name__)
 

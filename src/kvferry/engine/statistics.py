@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.engine.blocks.block_pool import BlockPoolStatistics
-from kvferry.engine.external_kv import ExternalKVStatistics
-from kvferry.engine.scheduler import SchedulerStatistics
+from kvferry.engine.scheduling.external_kv import ExternalKVStatistics
+from kvferry.engine.scheduling.scheduler import SchedulerStatistics
 from kvferry.observe.metric_fields import computed_gauge, counter
 
 

@@ -40,10 +40,10 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore
 from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
-from kvferry.engine.sequence import Sequence as EngineSequence
+from kvferry.engine.scheduling.sequence import Sequence as EngineSequence
+from kvferry.engine.scheduling.step import Chunk, SampledToken
 from kvferry.engine.server.app import build_app
 from kvferry.engine.server.config import ServerConfig
-from kvferry.engine.step import Chunk, SampledToken
 from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.server.http_server import HttpServer
 from kvferry.sim.kv import TOKEN_BYTES, KVContents, SimLayout, counted_token, sample

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from kvferry.core.request import EngineOutput
-from kvferry.engine.blocks.sequence_blocks import SequenceBlocks
 from kvferry.engine.core import EngineCore
-from kvferry.engine.sequence import Sequence as EngineSequence
+from kvferry.engine.scheduling.sequence import Sequence as EngineSequence
+from kvferry.engine.scheduling.sequence_blocks import SequenceBlocks
 from kvferry.sim.loop import Simulation
 
 _BLOCK, _FULL = 0, 1

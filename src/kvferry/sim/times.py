@@ -17,7 +17,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.settings.files import read_whole
 from kvferry.core.settings.options import read_options
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.step import Chunk
+from kvferry.engine.scheduling.step import Chunk
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 MAX_FACTOR = 1e3

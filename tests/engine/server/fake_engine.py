@@ -20,8 +20,8 @@ from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams, uniform_draw
 from kvferry.engine.blocks.block_pool import BlockPoolStatistics
-from kvferry.engine.external_kv import ExternalKVStatistics
-from kvferry.engine.scheduler import SchedulerStatistics
+from kvferry.engine.scheduling.external_kv import ExternalKVStatistics
+from kvferry.engine.scheduling.scheduler import SchedulerStatistics
 from kvferry.engine.statistics import EngineSnapshot
 
 NUM_CANDIDATES = 20

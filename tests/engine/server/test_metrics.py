@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.core.clock import ManualClock
 from kvferry.core.messages.timeline import Timeline
 from kvferry.engine.blocks.block_pool import BlockPoolStatistics
-from kvferry.engine.external_kv import ExternalKVStatistics
-from kvferry.engine.scheduler import SchedulerStatistics
+from kvferry.engine.scheduling.external_kv import ExternalKVStatistics
+from kvferry.engine.scheduling.scheduler import SchedulerStatistics
 from kvferry.engine.statistics import EngineSnapshot
 from kvferry.observe.metric_fields import counter
 from kvferry.observe.metrics import EngineMetrics

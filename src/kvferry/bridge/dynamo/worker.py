@@ -38,8 +38,8 @@ from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams, drawn_by
 from kvferry.engine.blocks.block_pool import BlockPoolStatistics
-from kvferry.engine.external_kv import ExternalKVStatistics
-from kvferry.engine.scheduler import SchedulerStatistics
+from kvferry.engine.scheduling.external_kv import ExternalKVStatistics
+from kvferry.engine.scheduling.scheduler import SchedulerStatistics
 from kvferry.engine.statistics import EngineSnapshot
 
 log = logging.getLogger(__name__)

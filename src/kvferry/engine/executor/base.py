@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.connectors.api import StepPlan, TransferReport
 from kvferry.core.blocks.layout import KVLayout
-from kvferry.engine.step import Chunk, SampledToken
+from kvferry.engine.scheduling.step import Chunk, SampledToken
 
 if TYPE_CHECKING:
     from kvferry.engine.model.loader import LoadedModel

@@ -11,7 +11,7 @@ from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
 from kvferry.engine.model.loader import Progress
 from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model_runner import SamplerOutput, choose_logit_rows, draw, lay_out
-from kvferry.engine.step import Chunk
+from kvferry.engine.scheduling.step import Chunk
 from kvferry.engine.structured.token_masks import TokenMasks
 from kvferry.engine.worker import Worker
 

@@ -61,7 +61,7 @@ from kvferry.engine.executor.store import RendezvousStore, StoreTable
 from kvferry.engine.model.loader import Progress, read_settings
 from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model_runner import LogitRows, SamplerOutput, choose_logit_rows, draw, lay_out
-from kvferry.engine.step import Chunk
+from kvferry.engine.scheduling.step import Chunk
 from kvferry.engine.structured.token_masks import Masks, TokenMasks
 from kvferry.engine.worker import Worker
 

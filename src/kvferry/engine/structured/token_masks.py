@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvferry.engine.sampler import Bits, permitted_tokens
-from kvferry.engine.sequence import Sequence
+from kvferry.engine.scheduling.sequence import Sequence
 
 
 @dataclass

@@ -48,14 +48,14 @@ from kvferry.core.messages.hand_off import PrefillResult
 from kvferry.core.request import EngineOutput, FinishReason, Request
 from kvferry.core.sampling import drawn_by
 from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.engine.blocks.sequence_blocks import SequenceBlocks
-from kvferry.engine.external_kv import ExternalKV
-from kvferry.engine.limits import SchedulerLimits
-from kvferry.engine.queues import SequenceQueues
-from kvferry.engine.sequence import Sequence, Status
-from kvferry.engine.speculation import DraftState, SpeculativeConfig, StepCost
-from kvferry.engine.step import Chunk, SampledToken, Step
-from kvferry.engine.step_budget import StepBudget
+from kvferry.engine.scheduling.external_kv import ExternalKV
+from kvferry.engine.scheduling.limits import SchedulerLimits
+from kvferry.engine.scheduling.queues import SequenceQueues
+from kvferry.engine.scheduling.sequence import Sequence, Status
+from kvferry.engine.scheduling.sequence_blocks import SequenceBlocks
+from kvferry.engine.scheduling.speculation import DraftState, SpeculativeConfig, StepCost
+from kvferry.engine.scheduling.step import Chunk, SampledToken, Step
+from kvferry.engine.scheduling.step_budget import StepBudget
 from kvferry.observe.metric_fields import counter, gauge
 
 log = logging.getLogger(__name__)

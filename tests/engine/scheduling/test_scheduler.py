@@ -38,9 +38,9 @@ from kvferry.core.sampling import SamplingParams, drawn_by
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.cached_order import CachedOrder, PolicyOrder, ReleaseOrder
-from kvferry.engine.limits import SchedulerLimits
-from kvferry.engine.scheduler import Scheduler
-from kvferry.engine.step import SampledToken, Step
+from kvferry.engine.scheduling.limits import SchedulerLimits
+from kvferry.engine.scheduling.scheduler import Scheduler
+from kvferry.engine.scheduling.step import SampledToken, Step
 from kvferry.store.eviction.fifo import Fifo
 
 BLOCK = 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvferry.core.errors import LeakError
 from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.engine.sequence import Sequence
+from kvferry.engine.scheduling.sequence import Sequence
 
 
 class SequenceBlocks:

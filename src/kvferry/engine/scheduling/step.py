@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.connectors.api import StepPlan
 from kvferry.core.messages.hand_off import TokenLogprobs
-from kvferry.engine.sequence import Sequence
+from kvferry.engine.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True)

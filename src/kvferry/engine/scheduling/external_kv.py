@@ -33,8 +33,8 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import HandOffFailed, KvferryError, LeakError, TransferError
 from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce
 from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.engine.sequence import LoadMeetingPoint, Sequence, Status
-from kvferry.engine.step import Chunk
+from kvferry.engine.scheduling.sequence import LoadMeetingPoint, Sequence, Status
+from kvferry.engine.scheduling.step import Chunk
 from kvferry.observe.metric_fields import counter, counter_by, gauge
 
 log = logging.getLogger(__name__)

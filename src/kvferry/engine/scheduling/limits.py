@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.request import FinishReason, Request
-from kvferry.engine.sequence import Sequence
-from kvferry.engine.speculation import SpeculativeConfig
+from kvferry.engine.scheduling.sequence import Sequence
+from kvferry.engine.scheduling.speculation import SpeculativeConfig
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.engine.step_budget import StepBudget
+from kvferry.engine.scheduling.step_budget import StepBudget
 
 
 class Machine:

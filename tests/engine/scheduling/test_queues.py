@@ -9,8 +9,8 @@ import pytest
 from kvferry.core.errors import LeakError
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.queues import RemovableHeap, SequenceQueues
-from kvferry.engine.sequence import LoadMeetingPoint, Sequence, Status
+from kvferry.engine.scheduling.queues import RemovableHeap, SequenceQueues
+from kvferry.engine.scheduling.sequence import LoadMeetingPoint, Sequence, Status
 
 
 def sequence(name: str, order: int, priority: int = 0) -> Sequence:

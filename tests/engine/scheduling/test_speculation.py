@@ -18,7 +18,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.core.structured_outputs import StructuredOutputs
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.engine.speculation import DraftState, PromptLookup, SpeculativeConfig, StepCost
+from kvferry.engine.scheduling.speculation import DraftState, PromptLookup, SpeculativeConfig, StepCost
 from kvferry.models.catalog import resolve
 from support.engines import require_same, run_prompts
 from support.pairs import pair_of

@@ -10,7 +10,7 @@ from kvferry.core.blocks.block_hash import BlockHash, extend_hashes, root_hash
 from kvferry.core.messages.hand_off import Consume, HandOff, PrefillResult, Produce, Ticket, TokenLogprobs
 from kvferry.core.messages.kv_keys import KVTransferParams
 from kvferry.core.request import FinishReason, Request
-from kvferry.engine.speculation import DraftState
+from kvferry.engine.scheduling.speculation import DraftState
 
 
 class Status(Enum):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from typing import Generic, TypeVar
 
 from kvferry.core.errors import LeakError
-from kvferry.engine.sequence import Sequence, Status
+from kvferry.engine.scheduling.sequence import Sequence, Status
 
 Key = TypeVar("Key", tuple[int, int], float)
 
