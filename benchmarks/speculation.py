@@ -105,7 +105,7 @@ def measure(model: str, prompts: list[list[int]], sampling: SamplingParams, repe
                     raise RuntimeError("the answers differ")
                 expected = answers
                 rates[side].append(sum(len(answer) - 1 for answer in answers) / seconds)
-        counters = engines["with"].statistics().scheduler
+        counters = engines["with"].statistics().scheduler.drafts
     finally:
         for engine in engines.values():
             engine.close()

@@ -105,8 +105,8 @@ def test_answers_are_the_same(variant: str, alone: Engine, drafting: Engine, pro
     sampling = VARIANTS[variant]
     before = drafting.statistics()
     require_same(run_prompts(alone, prompts, sampling), run_prompts(drafting, prompts, sampling))
-    after = drafting.statistics().scheduler
-    assert after.num_draft_tokens > before.scheduler.num_draft_tokens
+    after = drafting.statistics().scheduler.drafts
+    assert after.num_draft_tokens > before.scheduler.drafts.num_draft_tokens
     assert after.num_draft_tokens >= after.num_accepted_tokens
     drafting.check()
 
@@ -119,7 +119,7 @@ def test_text_that_repeats_itself_takes_fewer_steps(alone: Engine, drafting: Eng
         run_prompts(engine, prompts[:1], sampling)
         steps.append(engine.num_steps - before)
     assert steps[1] < 0.7 * steps[0]
-    assert drafting.statistics().scheduler.num_accepted_tokens > 0
+    assert drafting.statistics().scheduler.drafts.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("variant", ["greedy", "seeded", "a list"])
@@ -155,7 +155,7 @@ def test_a_hand_off_equals_one_engine(
     decode = {"block_size": 16, "speculative_config": ON}
     with pair_of(model, "P2pConnector", extra=extra, prefill={"block_size": 16}, decode=decode) as pair:
         require_same(expected, pair.run(prompts, VARIANTS[variant], form, must_load=False))
-        assert pair.decode.statistics().scheduler.num_draft_tokens > 0
+        assert pair.decode.statistics().scheduler.drafts.num_draft_tokens > 0
         pair.settle()
 
 

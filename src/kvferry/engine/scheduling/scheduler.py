@@ -1,7 +1,8 @@
 """Decides, step by step, which tokens of which sequences are computed. No tensors, no clock of its own.
 
-Owns the sequences. `SequenceQueues` keeps their order, `SequenceBlocks` allocates their blocks, and `ExternalKV`, its
-only interface to a connector, tracks loads and blocks held for peers. It does not know how tokens are computed.
+Owns the sequences. `SequenceQueues` keeps their order, `SequenceBlocks` allocates their blocks, `Drafter` drafts tokens
+for them, and `ExternalKV`, its only interface to a connector, tracks loads and blocks held for peers. It does not know
+how tokens are computed.
 
 A step schedules the tokens of each running sequence that have no KV yet (one while decoding, a chunk while prefilling),
 the most urgent sequence first, within the token budget. The rest of the budget admits waiting sequences. When blocks
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvferry.connectors.api import (
     Failed,
@@ -48,12 +49,12 @@ from kvferry.core.messages.hand_off import PrefillResult
 from kvferry.core.request import EngineOutput, FinishReason, Request
 from kvferry.core.sampling import drawn_by
 from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.scheduling.drafter import Drafter, DraftStatistics
 from kvferry.engine.scheduling.external_kv import ExternalKV
 from kvferry.engine.scheduling.limits import SchedulerLimits
 from kvferry.engine.scheduling.queues import SequenceQueues
 from kvferry.engine.scheduling.sequence import Sequence, Status
 from kvferry.engine.scheduling.sequence_blocks import SequenceBlocks
-from kvferry.engine.scheduling.speculation import DraftState, SpeculativeConfig, StepCost
 from kvferry.engine.scheduling.step import Chunk, SampledToken, Step
 from kvferry.engine.scheduling.step_budget import StepBudget
 from kvferry.observe.metric_fields import counter, gauge
@@ -77,9 +78,7 @@ class SchedulerStatistics:
         "kvferry:first_tokens_not_adopted",
         "Hand-offs whose first token was sampled again by D: another model or other sampling parameters had drawn it.",
     )
-    num_drafts: int = counter("vllm:spec_decode_num_drafts", "Drafts that were verified.")
-    num_draft_tokens: int = counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted.")
-    num_accepted_tokens: int = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+    drafts: DraftStatistics = field(default_factory=DraftStatistics)
     num_prefix_queries: int = counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
     num_prefix_hits: int = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
 
@@ -121,7 +120,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._queues = SequenceQueues()
         self._blocks = SequenceBlocks(pool, limits.block_size)
-        self._step_cost = StepCost()
+        self.drafter = Drafter(limits.speculation, limits, pool, self._blocks) if limits.speculation else None
         self.budget = StepBudget(limits.max_num_batched_tokens, limits.itl_target_s)
         self._outputs: list[EngineOutput] = []
         self._delayed: dict[str, EngineOutput] = {}
@@ -194,8 +193,8 @@ class Scheduler:
         max_tokens = self.budget.tokens(self._num_decoding())
         self._admit(chunks, self._schedule_running(chunks, max_tokens))
         chunks = [chunk for chunk in chunks if chunk.sequence.status is Status.RUNNING]
-        if self.limits.speculation is not None:
-            chunks = self._with_drafts(chunks, max_tokens, self.limits.speculation)
+        if self.drafter is not None:
+            chunks = self.drafter.with_drafts(chunks, max_tokens, self._queues.num_running, self._isolated)
         try:
             return Step(chunks, self.external.plan(chunks))
         except Exception as error:  # noqa: BLE001 - the connector's error: this step is dropped, the next one may work
@@ -215,8 +214,8 @@ class Scheduler:
             num_prompt_tokens = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
             num_decoding = sum(chunk.num_tokens == 1 for chunk in step.chunks)
             self.budget.observe(num_decoding, num_prompt_tokens, seconds)
-            if not num_prompt_tokens:
-                self._step_cost.observe(step.num_tokens, seconds)
+            if self.drafter is not None and not num_prompt_tokens:
+                self.drafter.step_took(step.num_tokens, seconds)
 
     def decoding(self) -> list[Sequence]:
         """All running sequences, if each has one token to compute and no request waits, else none: until the next
@@ -293,7 +292,9 @@ class Scheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """The gauges and counters, as a copy."""
-        return replace(self._counters, num_running=self._queues.num_running, num_waiting=self._queues.num_waiting)
+        drafts = replace(self.drafter.counters) if self.drafter is not None else DraftStatistics()
+        num_running, num_waiting = self._queues.num_running, self._queues.num_waiting
+        return replace(self._counters, num_running=num_running, num_waiting=num_waiting, drafts=drafts)
 
     @property
     def is_empty(self) -> bool:
@@ -406,45 +407,6 @@ class Scheduler:
         chunks.append(Chunk(sequence, sequence.num_computed_tokens, num_tokens))
         return num_tokens
 
-    def _with_drafts(self, chunks: list[Chunk], max_tokens: int, config: SpeculativeConfig) -> list[Chunk]:
-        """The chunks with drafts for decoding sequences, within the rest of the step's budget, and in blocks that no
-        sequence of the step needs."""
-        left = max_tokens - sum(chunk.num_tokens for chunk in chunks)
-        cost_share, drafted = self._step_cost.share(len(chunks)), list[Chunk]()
-        for chunk in chunks:
-            draft: list[int] = []
-            with self._isolated(chunk.sequence):
-                draft = self._draft(chunk, left, cost_share, config)
-            left -= len(draft)
-            if draft:
-                self._counters.num_drafts += 1
-                self._counters.num_draft_tokens += len(draft)
-            if chunk.sequence.status is Status.RUNNING:
-                drafted.append(replace(chunk, draft=tuple(draft)) if draft else chunk)
-        return drafted
-
-    def _draft(self, chunk: Chunk, budget: int, cost_share: float, config: SpeculativeConfig) -> list[int]:
-        sequence, num_tokens = chunk.sequence, len(chunk.sequence.tokens)
-        if not chunk.samples or sequence.num_output_tokens == 0 or sequence.load.meeting is not None:
-            return []
-        ends = [config.num_speculative_tokens, budget, self.limits.max_model_len - num_tokens - 1]
-        ends.append(sequence.request.sampling.max_tokens - sequence.num_output_tokens - 1)
-        if self.limits.trained_context is not None and not sequence.is_long:
-            ends.append(self.limits.trained_context - num_tokens)
-        num_draft_blocks = self._blocks.num_blocks_needed(sequence, chunk.num_tokens + config.num_speculative_tokens)
-        if self.pool.num_free - num_draft_blocks < self._queues.num_running:
-            ends.append(len(sequence.block_ids) * self.limits.block_size - num_tokens)
-        if sequence.drafts is None:
-            sequence.drafts = DraftState(config)
-        number = sequence.drafts.num_tokens(min(ends), cost_share)
-        draft = sequence.drafts.lookup.draft(sequence.tokens, number) if number > 0 else []
-        if draft and sequence.matcher is not None:
-            draft = draft[: sequence.matcher.num_permitted(draft)]
-        num_needed = self._blocks.num_blocks_needed(sequence, chunk.num_tokens + len(draft))
-        if num_needed > 0:
-            self._blocks.extend(sequence, num_needed)
-        return draft
-
     def _preempt_for(self, sequence: Sequence, num_blocks: int, chunks: list[Chunk]) -> bool:
         """Preempt the least urgent sequences until `num_blocks` blocks are free. Returns False if `sequence` was one of
         them."""
@@ -471,10 +433,8 @@ class Scheduler:
 
     def _advance(self, chunk: Chunk, sampled: Rows[SampledToken], failed: Mapping[str, KvferryError]) -> None:
         sequence = chunk.sequence
-        if chunk.draft and sequence.drafts is not None:
-            num_accepted = max(0, len(sampled) - 1)
-            sequence.drafts.observe(len(chunk.draft), num_accepted)
-            self._counters.num_accepted_tokens += num_accepted
+        if self.drafter is not None:
+            self.drafter.verified(chunk, len(sampled))
         if sequence.load.layerwise_base is not None:
             if sequence.request_id in failed:
                 return  # `_on_load_failed` resets the sequence to the tokens before the load
