@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.messages.traffic import Decided, FleetPlan, RequestObservation, TrafficReport
-from kvferry.dashboard.feed import Feed, FeedSettings
-from support.page_source import FakeSource, record, view
+from kvferry.dashboard.feed import Feed
+from kvferry.dashboard.page_state import FeedSettings
+from support.page_source import FakeSource, record
 from support.waiting import eventually
 
 FAST = FeedSettings(tick_s=0.02, history_s=10.0)
@@ -56,29 +56,6 @@ async def test_a_page_gets_a_snapshot_and_then_only_what_changes() -> None:
     feed.close(page)
 
 
-async def test_what_happens_to_instances_is_said() -> None:
-    source = FakeSource(SYSTEM_CLOCK)
-    feed = Feed(source, SYSTEM_CLOCK, FAST)
-    page, snapshot = await feed.open()
-    assert content(snapshot)["events"] == []
-    source.views[1] |= {"state": "down", "alive": False}
-    [event] = await delta_with(page.queue, "events")
-    assert (event["text"], event["level"]) == ("decode-0 is down (before: up)", "error")
-    source.views[0] |= {"role": "decode"}
-    [event] = await delta_with(page.queue, "events")
-    assert event["text"] == "prefill-0: its role changed from prefill to decode"
-    source.views.append(view("decode-1", "decode"))
-    assert (await delta_with(page.queue, "events"))[0]["text"] == "decode-1 was added (decode)"
-    del source.views[2]
-    assert (await delta_with(page.queue, "events"))[0]["text"] == "decode-1 was removed"
-    source.fleet_plan = FleetPlan({"decode": 2}, decisions=(Decided(1.0, "decode 1 → 2", "TTFT"),))
-    assert (await delta_with(page.queue, "events"))[0]["text"] == "scaling: decode 1 → 2 (TTFT)"
-    other, snapshot = await feed.open()
-    assert len(content(snapshot)["events"]) == 5  # a page that opens later sees them too
-    feed.close(page)
-    feed.close(other)
-
-
 async def test_ten_pages_cost_one_look_each_tick_and_none_costs_nothing() -> None:
     source = FakeSource(SYSTEM_CLOCK)
     feed = Feed(source, SYSTEM_CLOCK, FAST)
@@ -93,18 +70,6 @@ async def test_ten_pages_cost_one_look_each_tick_and_none_costs_nothing() -> Non
     assert looks < 10
     await asyncio.sleep(5 * FAST.tick_s)
     assert source.num_looks == looks
-
-
-async def test_many_instances_are_scraped_more_rarely() -> None:
-    source = FakeSource(SYSTEM_CLOCK)
-    source.views = [view(f"decode-{index}", "decode") for index in range(100)]
-    feed = Feed(source, SYSTEM_CLOCK, FeedSettings(tick_s=0.02, metrics_per_s=10.0))
-    page, _ = await feed.open()
-    for _ in range(10):
-        async with asyncio.timeout(10):
-            await page.queue.get()
-    assert source.num_scrapes <= 2
-    feed.close(page)
 
 
 async def test_a_page_that_does_not_read_is_behind_and_no_other_is() -> None:
@@ -131,33 +96,6 @@ async def test_a_look_that_fails_ends_no_page(caplog: pytest.LogCaptureFixture) 
         page.queue.get_nowait()
     async with asyncio.timeout(10):
         assert content(await page.queue.get())["type"] == "delta"
-    feed.close(page)
-
-
-async def test_figures_of_instances_become_rates_and_gauges() -> None:
-    source = FakeSource(SYSTEM_CLOCK)
-    feed = Feed(source, SYSTEM_CLOCK, FAST)
-    source.texts = {"decode-0": b"vllm:num_requests_running 4\nvllm:generation_tokens_total 100\n", "prefill-0": None}
-    page, snapshot = await feed.open()
-    assert content(snapshot)["instances"]["decode-0"]["running"] == 4.0
-    source.texts["decode-0"] = b"vllm:num_requests_running 4\nvllm:generation_tokens_total 1100\n"
-    async with asyncio.timeout(10):
-        while not (content(await page.queue.get())["point"].get("output_tokens") or 0) > 0:
-            pass
-    feed.close(page)
-
-
-async def test_the_sentence_about_these_minutes() -> None:
-    source = FakeSource(SYSTEM_CLOCK)
-    now = SYSTEM_CLOCK.wall()
-    source.requests = [RequestObservation(now - 1, 10, 10, state="done", first_s=0.1)]
-
-    def judge(report: TrafficReport, views: list[dict[str, Any]], plan: FleetPlan | None) -> str:
-        return f"{len(report.requests)} requests, {len(views)} instances"
-
-    feed = Feed(source, SYSTEM_CLOCK, FAST, judge)
-    page, snapshot = await feed.open()
-    assert content(snapshot)["verdict"] == "1 requests, 2 instances"
     feed.close(page)
 
 

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.dashboard.feed import Feed, FeedSettings
+from kvferry.dashboard.feed import Feed
+from kvferry.dashboard.page_state import FeedSettings
 from kvferry.dashboard.routes import PageRoutes
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer

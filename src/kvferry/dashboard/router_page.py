@@ -8,7 +8,8 @@ from typing import Any
 
 from kvferry.core.errors import TransferError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
-from kvferry.dashboard.feed import Feed, FeedSettings
+from kvferry.dashboard.feed import Feed
+from kvferry.dashboard.page_state import FeedSettings
 from kvferry.dashboard.routes import PageRoutes
 from kvferry.http.server.routes import Route
 from kvferry.router.app import Router
