@@ -232,13 +232,15 @@ def test_without_a_place_for_a_cache(folder: Path, monkeypatch: pytest.MonkeyPat
     assert name_of(folder) == before
 
 
-def test_the_cache_is_bounded(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest_cache, "MAX_FILES", 3)
-    name_of(folder)
+def test_the_cache_is_bounded(folder: Path, cache: Path) -> None:
+    states = []
     for number in range(3, 7):
-        (folder / f"model-{number}.safetensors").write_bytes(WEIGHTS)
-        name_of(folder)
-    assert len(json.loads(cache.read_text())) == 3
+        path = folder / f"model-{number}.safetensors"
+        path.write_bytes(WEIGHTS)
+        states.append(FileState.of(path))
+    for state in states:
+        DigestCache(max_files=3).store({state: "digest"})
+    assert list(json.loads(cache.read_text())) == [state.path for state in states[1:]]
 
 
 def test_progress_is_told_where_reading_takes_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

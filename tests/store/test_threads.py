@@ -11,7 +11,6 @@ import time
 import pytest
 
 from kvferry.core.errors import StoreError
-from kvferry.store import threads
 from kvferry.store.threads import Stop, Threads
 from support.waiting import eventually
 
@@ -32,9 +31,8 @@ async def left_behind(pool: Threads, gate: threading.Event) -> asyncio.Task[obje
     return task
 
 
-async def test_others_are_called_beside_those_that_do_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "MAX_LEFT", 4)
-    pool, gate = Threads(2, "test"), threading.Event()
+async def test_others_are_called_beside_those_that_do_not_return() -> None:
+    pool, gate = Threads(2, "test", max_left=4), threading.Event()
     for number in range(4):
         assert await pool.run(lambda stop, number=number: number) == number  # type: ignore[misc]
         await left_behind(pool, gate)

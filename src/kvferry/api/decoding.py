@@ -20,6 +20,7 @@ from kvferry.api.other_fields import REFUSED
 from kvferry.api.requests import MAX_FIELD_BYTES
 from kvferry.api.strict import MAX_DEPTH, read_object, read_texts, unpaired_surrogate
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.text import shortened
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -75,14 +76,14 @@ def require_json(content_type: str | None, content_encoding: str | None) -> None
     kind, _, parameters = (content_type or "").lower().partition(";")
     kind = kind.strip()
     if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
-        got = f"got {_clip(kind)!r}" if kind else "got none"
+        got = f"got {shortened(kind, 80)!r}" if kind else "got none"
         raise InvalidRequest(f"the Content-Type header must be application/json, {got}", param="Content-Type")
     charset = re.search(r"charset\s*=\s*\"?([^\";\s]+)", parameters)
     if charset is not None and charset[1] not in ("utf-8", "utf8", "us-ascii"):
-        raise InvalidRequest(f"the body must be UTF-8, not {_clip(charset[1])!r}", param="Content-Type")
+        raise InvalidRequest(f"the body must be UTF-8, not {shortened(charset[1], 80)!r}", param="Content-Type")
     if (content_encoding or "identity").strip().lower() != "identity":
         raise InvalidRequest(
-            f"the body must not be compressed, got Content-Encoding {_clip(content_encoding or '')!r}",
+            f"the body must not be compressed, got Content-Encoding {shortened(content_encoding or '', 80)!r}",
             param="Content-Encoding",
         )
 
@@ -115,7 +116,7 @@ def read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
             raise InvalidRequest(f"the body has {len(texts)} fields; at most {MAX_FIELDS} are accepted")
         for name, value in texts:
             if name in fields:
-                raise InvalidRequest(f"{_clip(name)} appears twice", param=_clip(name))
+                raise InvalidRequest(f"{shortened(name, 80)} appears twice", param=shortened(name, 80))
             fields[name] = value
         _require_shallow(raw)
         if raw.count(b"{") > 1:
@@ -162,7 +163,7 @@ def _sentence(problem: str) -> str:
         verb, unit = ("have", " " + _UNITS.get(bounds["type"], "items")) if bounds["length"] else ("be", "")
         return f"must {verb} {_BOUNDS[bounds['sign']]} {bounds['bound']}{unit}"
     if choice := _CHOICE.match(problem):
-        return f"cannot be {_clip(choice['value'])}"
+        return f"cannot be {shortened(choice['value'], 80)}"
     return f"is not acceptable: {problem}"
 
 
@@ -222,7 +223,3 @@ def _not_json(raw: bytes, error: Exception) -> InvalidRequest:
 
 def _too_deep() -> InvalidRequest:
     return InvalidRequest(f"The body is not acceptable JSON: it is nested too deeply, more than {MAX_DEPTH} levels")
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= 80 else text[:79] + "…"

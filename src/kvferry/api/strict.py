@@ -13,6 +13,7 @@ import msgspec
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.strict_json import STRICT, find_surrogate
+from kvferry.core.text import shortened
 
 MAX_DEPTH = 64
 """Maximum depth of arrays and objects, since code that walks through a body may recurse."""
@@ -108,14 +109,13 @@ def _refusal(value: Any) -> InvalidRequest | None:
     if surrogate is None:
         return None
     path, escape = surrogate
-    location = path if len(path) <= _MAX_PATH else path[: _MAX_PATH - 1] + "…"
+    location = shortened(path, 80)
     return InvalidRequest(
         f"{location or 'the body'} has the character {escape}, half of a surrogate pair, which is no text by itself",
         param=location or None,
     )
 
 
-_MAX_PATH = 80
 _TOO_DEEP = f"the request body is nested more than {MAX_DEPTH} levels deep"
 
 

@@ -15,8 +15,6 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.folders.state_folder import state_folder
 from kvferry.fleet.processes.start_time import started_at
 
-_MAX_BYTES = 65536
-
 
 class RunningCommand(msgspec.Struct, frozen=True):
     """One command that serves. `started`: its process's start time, in ticks since boot; `since`: seconds since 1970;
@@ -46,7 +44,7 @@ def _read_all() -> Iterator[RunningCommand]:
     for path in paths:
         try:
             with path.open("rb") as file:
-                record = msgspec.json.decode(file.read(_MAX_BYTES), type=RunningCommand)
+                record = msgspec.json.decode(file.read(65536), type=RunningCommand)
             is_running = started_at(record.pid) == record.started
         except (OSError, ValueError, msgspec.MsgspecError):
             is_running = False

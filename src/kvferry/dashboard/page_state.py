@@ -1,4 +1,4 @@
-"""What pages show of a deployment: its instances, last requests, history and events, read from a `PageSource`.
+"""The state of a deployment as pages show it: instances, last requests, history, events, read from a `PageSource`.
 
 Nothing is read but by `begin` and `update`. It does not know how many pages are open, nor how they are sent what has
 changed.
@@ -129,7 +129,7 @@ class InstanceMetrics:
 
 
 class PageState:
-    """Owns what the snapshot of a page consists of, and finds out what has changed of it."""
+    """Owns the contents of a page's snapshot, and finds out what has changed of it."""
 
     def __init__(
         self,

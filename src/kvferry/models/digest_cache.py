@@ -28,8 +28,6 @@ from kvferry.core.settings import environment
 
 log = logging.getLogger(__name__)
 
-MAX_FILES = 4096
-MAX_BYTES = 16 * 2**20
 LOCK_WAIT_S = 120.0
 """Max seconds to wait for another process that reads the same files, such as another rank of the instance."""
 SETTLED_S = 2.0
@@ -99,10 +97,10 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DigestCache:
-    """Digests by file, read from disk by the constructor, which logs problems with the cache."""
+    """Digests of the last `max_files` files, read from disk by the constructor, which logs problems with the cache."""
 
-    def __init__(self) -> None:
-        self._path = _cache_path()
+    def __init__(self, max_files: int = 4096) -> None:
+        self._max_files, self._path = max_files, _cache_path()
         self._known = _load(self._path) if self._path is not None else {}
 
     @classmethod
@@ -131,7 +129,7 @@ class DigestCache:
             return
         everything = {path: entry for path, entry in self._known.items() if path not in new_entries} | new_entries
         try:
-            _write(self._path, msgspec.json.encode(dict(list(everything.items())[-MAX_FILES:])))
+            _write(self._path, msgspec.json.encode(dict(list(everything.items())[-self._max_files :])))
         except OSError as error:
             log.info("digests of the checkpoint's files are not kept for the next start: %s", error)
 
@@ -166,12 +164,13 @@ def _write(path: Path, content: bytes) -> None:
         raise
 
 
-def _load(path: Path) -> dict[str, _Entry]:
-    """The cached entries; empty if the file is missing, damaged, or may have been written by another user."""
+def _load(path: Path, max_bytes: int = 16 * 2**20) -> dict[str, _Entry]:
+    """The cached entries; empty if the file is missing, damaged, larger than `max_bytes`, or may have been written by
+    another user."""
     try:
         with path.open("rb") as file:
             info = os.fstat(file.fileno())
-            if info.st_uid != os.geteuid() or info.st_mode & 0o022 or info.st_size > MAX_BYTES:
+            if info.st_uid != os.geteuid() or info.st_mode & 0o022 or info.st_size > max_bytes:
                 _log_once(logging.WARNING, f"{path} is not used: it is not this user's alone, or too large")
                 return {}
             return msgspec.json.decode(file.read(), type=dict[str, _Entry])

@@ -13,7 +13,6 @@ from kvferry.sim.times import MAX_FACTOR, FitError, StepSample, StepTimes, StepW
 
 _COSTS = ("base_s", "prefill_token_s", "prefill_pair_s", "decode_sequence_s", "context_token_s")
 _QUANTILES = 100
-MIN_SAMPLES = len(_COSTS)
 
 
 def fit_steps(samples: Sequence[StepSample]) -> tuple[StepTimes, FitError]:
@@ -24,7 +23,7 @@ def fit_steps(samples: Sequence[StepSample]) -> tuple[StepTimes, FitError]:
     token arrived together with the previous one, are left out.
     """
     samples = [sample for sample in samples if sample.seconds > 0]
-    if len(samples) < MIN_SAMPLES:
+    if len(samples) < len(_COSTS):
         raise ConfigError(f"{len(samples)} measured steps are too few to fit {len(_COSTS)} costs")
     measured = np.array([sample.seconds for sample in samples])
     relative = np.array([_row(sample) for sample in samples]) / measured[:, None]

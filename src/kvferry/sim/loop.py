@@ -35,7 +35,6 @@ EPOCH_S = 1_700_000_000.0
 """The wall clock's time at the beginning of a simulation."""
 _LAST_EVENTS = 256
 _LINES_AT_ONCE = 64
-_MAX_CLOSES = 8
 """Max number of attempts to close a coroutine that awaits something while it ends."""
 
 
@@ -276,7 +275,7 @@ class Simulation:
 
     def _end_all(self) -> None:
         """End all processes, also crashed ones: drop their timers and callbacks, close their coroutines. Code that
-        awaits something while it is closed is closed again, at most `_MAX_CLOSES` times; it cannot start tasks or log.
+        awaits something while it is closed is closed again, a few times; it cannot start tasks or log.
         The newest tasks end first, because older ones own the groups in which they run."""
         for process in self.processes:
             process.is_alive = False
@@ -299,11 +298,12 @@ def _finalize(generator: AsyncGenerator[Any, Any]) -> None:
         loop.create_task(generator.aclose())
 
 
-def _close(task: SimTask) -> None:
-    """End the coroutine of a task that never runs again. Its errors are ignored: its process has ended."""
+def _close(task: SimTask, max_closes: int = 8) -> None:
+    """End the coroutine of a task that never runs again, and which may await something until it is closed for the last
+    time. Its errors are ignored: its process has ended."""
     asyncio._set_running_loop(task.get_loop())
     try:
-        for _ in range(_MAX_CLOSES):
+        for _ in range(max_closes):
             with suppress(BaseException):
                 task.context.run(task.get_coro().close)
                 return

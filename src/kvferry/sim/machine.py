@@ -17,7 +17,7 @@ from kvferry.core.errors import StoreError
 from kvferry.sim.loop import SimHandle, SimLoop, SimProcess
 from kvferry.sim.storage import SimArena, SimDisk, Storage
 from kvferry.store.machine import Machine
-from kvferry.store.threads import MAX_LEFT, Stop, ThreadCall, Threads
+from kvferry.store.threads import Stop, ThreadCall, Threads
 from kvferry.transport.transfer_loop import TransferLoop
 
 Result = TypeVar("Result")
@@ -239,16 +239,13 @@ class SimThreads(Threads):
     its slot, as in the real class. `pauses` False: the time of a call passes after it."""
 
     def __init__(self, machine: SimMachine, number: int, name: str, *, pauses: bool) -> None:
+        super().__init__(number, name)
         self._machine, self._pauses = machine, pauses
         self._sim_loop = machine.process.thread(name)
         self._slots = asyncio.Semaphore(number)
-        self._sim_num_left = 0
-        self._sim_closed = False
 
     async def run(self, function: Callable[[Stop], Result]) -> Result:
-        if self._sim_closed or self._sim_num_left >= MAX_LEFT:
-            state = "is closed" if self._sim_closed else f"has {self._sim_num_left} calls that do not return"
-            raise StoreError(f"the store {state}")
+        self._require_open()
         call = ThreadCall(function)
         self._sim_loop.call_soon(lambda: self._sim_loop.create_task(self._run_call(call)))
         try:
@@ -258,7 +255,7 @@ class SimThreads(Threads):
             call.stop.now()
             if call.future.running():
                 call.is_left = True
-                self._sim_num_left += 1
+                self._num_left += 1
                 self._slots.release()
             raise
 
@@ -269,10 +266,10 @@ class SimThreads(Threads):
                 call.future.set_result(await self._called(call))
         except Exception as error:  # noqa: BLE001 - any error belongs to the caller
             # A real store waits for its calls when it closes; simulated calls get an error instead.
-            call.future.set_exception(StoreError("the store is closed") if self._sim_closed else error)
+            call.future.set_exception(StoreError("the store is closed") if self._is_closed else error)
         finally:
             if call.is_left:
-                self._sim_num_left -= 1
+                self._num_left -= 1
             else:
                 self._slots.release()
 
@@ -295,7 +292,7 @@ class SimThreads(Threads):
         return aside.result
 
     def close(self) -> None:
-        self._sim_closed = True
+        self._is_closed = True
 
 
 class SimMachine(Machine):

@@ -26,8 +26,6 @@ from kvferry.sim.world import WorldSpec
 PLAIN_CHUNKS = (512, 2048)
 """Chunk sizes of plain instances: small ones stall answers less, large ones cost fewer steps."""
 PREFILL_CHUNK = 2048
-MAX_SPLITS = 3
-"""Max number of splits into P and D that are simulated, the most balanced first."""
 POLICIES = ("least_loaded", "prefix")
 """Policies that are tried besides `cost`; `prefix` only if prompts of the trace share prefixes."""
 BETTER_SHARE, BETTER_TAIL = 0.005, 0.9
@@ -189,13 +187,13 @@ def _min_instances(jobs: Iterable[tuple[float, float]], misses: int) -> float:
     return min_instances
 
 
-def candidates(number: int, needs: Estimate, times: MachineTimes) -> list[Candidate]:
-    """Candidates of `number` instances that may keep up: all chunk sizes if plain, else the most balanced splits. No
-    chunk is smaller than a full batch of decodes."""
+def candidates(number: int, needs: Estimate, times: MachineTimes, max_splits: int = 3) -> list[Candidate]:
+    """Candidates of `number` instances that may keep up: all chunk sizes if plain, and the `max_splits` most balanced
+    splits. No chunk is smaller than a full batch of decodes."""
     chunks = sorted({max(times.max_num_seqs, min(chunk, times.max_model_len)) for chunk in PLAIN_CHUNKS})
     plain = [Candidate(both=number, chunk=chunk) for chunk in chunks]
     return [
-        candidate for candidate in (*plain, *_splits(number, needs, times)[:MAX_SPLITS]) if needs.keeps_up(candidate)
+        candidate for candidate in (*plain, *_splits(number, needs, times)[:max_splits]) if needs.keeps_up(candidate)
     ]
 
 

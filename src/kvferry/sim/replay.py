@@ -13,6 +13,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import Decided
+from kvferry.core.text import shortened
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.sim.engine import Role, SimInstance
 from kvferry.sim.fleet import FleetWorld
@@ -23,7 +24,6 @@ from kvferry.sim.world import RequestResult, RequestSpec, World, WorldSpec
 
 _REASONS = 3
 _OF_STORES = ("stored", "loaded", "evicted")
-_MAX_REASON = 200
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -294,6 +294,6 @@ def _reasons(results: Sequence[RequestResult]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for result in results:
         if result.outcome != "complete":
-            reason = f"{result.outcome or 'never ended'} {result.status or ''} {result.why[:_MAX_REASON]}".strip()
+            reason = f"{result.outcome or 'never ended'} {result.status or ''} {shortened(result.why, 200)}".strip()
             counts[reason] = counts.get(reason, 0) + 1
     return dict(sorted(counts.items(), key=lambda result: -result[1])[:_REASONS])

@@ -25,8 +25,6 @@ from kvferry.transport.lookup_buffer.base import LookupBufferContext
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.memory import BlockGeometry, BlockMemory, Span
 
-_MAX_UNREAD_BYTES = 256 * 1024
-
 
 @dataclass(frozen=True)
 class SimMemory(BlockMemory):
@@ -50,9 +48,11 @@ def current_process() -> SimProcess:
 
 
 class _Frames(asyncio.Protocol):
-    """The protocol of a connection: received frames."""
+    """The protocol of a connection: received frames. While more than `max_unread_bytes` wait to be read, the peer
+    cannot send."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_unread_bytes: int = 256 * 1024) -> None:
+        self._max_unread_bytes = max_unread_bytes
         self.transport: SimTransport
         self.frames: deque[bytes] = deque()
         self.is_over = False
@@ -73,7 +73,7 @@ class _Frames(asyncio.Protocol):
             self.frames.append(bytes(self._buffer[HEADER_BYTES : HEADER_BYTES + length]))
             self._num_unread += length
             del self._buffer[: HEADER_BYTES + length]
-        if self._num_unread > _MAX_UNREAD_BYTES:
+        if self._num_unread > self._max_unread_bytes:
             self.transport.pause_reading()
         self._waiter.wake()
 
@@ -96,7 +96,7 @@ class _Frames(asyncio.Protocol):
             await self._waiter.wait()
         frame = self.frames.popleft()
         self._num_unread -= len(frame)
-        if self._num_unread <= _MAX_UNREAD_BYTES:
+        if self._num_unread <= self._max_unread_bytes:
             self.transport.resume_reading()
         return frame
 

@@ -17,9 +17,6 @@ from typing import Any, TypeVar
 from kvferry.core.errors import StoreError
 
 log = logging.getLogger(__name__)
-
-MAX_LEFT = 16
-"""Maximum number of threads that may be left behind in calls; while there are that many, no other call is made."""
 Result = TypeVar("Result")
 
 
@@ -67,13 +64,14 @@ class ThreadCall:
 
 
 class Threads:
-    """At most `number` threads for calls that are awaited, started when they are needed; `name` begins their names."""
+    """At most `number` threads for calls that are awaited, started when they are needed; `name` begins their names.
+    While `max_left` threads are left behind in calls, no other call is made."""
 
     close_s = 2.0
     """Maximum seconds that `close` waits for running calls."""
 
-    def __init__(self, number: int, name: str) -> None:
-        self._number, self._name = number, name
+    def __init__(self, number: int, name: str, max_left: int = 16) -> None:
+        self._number, self._name, self._max_left = number, name, max_left
         self._changed = threading.Condition()
         self._calls: deque[ThreadCall] = deque()
         self._num_threads = self._num_idle = self._num_left = 0
@@ -85,9 +83,7 @@ class Threads:
         do not return, and what the function raises."""
         call = ThreadCall(function)
         with self._changed:
-            if self._is_closed or self._num_left >= MAX_LEFT:
-                state = "is closed" if self._is_closed else f"has {self._num_left} calls that do not return"
-                raise StoreError(f"the store {state}")
+            self._require_open()
             self._calls.append(call)
             self._wake()
         try:
@@ -107,6 +103,12 @@ class Threads:
                 self._calls.popleft().future.cancel()
             if self._num_threads:
                 log.warning("%d calls of a store do not return; their threads are left behind", self._num_threads)
+
+    def _require_open(self) -> None:
+        """Raise `StoreError` if no further call may be made."""
+        if self._is_closed or self._num_left >= self._max_left:
+            state = "is closed" if self._is_closed else f"has {self._num_left} calls that do not return"
+            raise StoreError(f"the store {state}")
 
     def _wake(self) -> None:
         """Wake or start a thread for the newest call."""

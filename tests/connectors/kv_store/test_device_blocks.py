@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from kvferry.connectors.kv_store.blocks import DeviceBlocks
 from kvferry.connectors.kv_store.worker import KVStoreWorkerSide
 from kvferry.core.messages.hand_off import Ticket
 from kvferry.testing.kv import BlockRegion
-from kvferry.transport.cuda import copies
+from kvferry.transport.cuda.copies import CopyLimits
 from kvferry.transport.memory import BlockMemory
 
 PROMPT = list(range(100, 119))
@@ -119,12 +120,11 @@ def test_blocks_for_which_there_is_no_pinned_memory_are_neither_saved_nor_loaded
     assert second.run(FakeRequest("s", PROMPT)).num_computed_here == len(PROMPT) - 3 * BLOCK
 
 
-def test_many_pieces_and_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_pieces_and_large_ones() -> None:
     """They are divided, and begun in parts."""
-    monkeypatch.setattr(copies, "MAX_PIECES", 7)
-    monkeypatch.setattr(copies, "PIECE_BYTES", 48)
+    make_copies = partial(HostCopies, limits=CopyLimits(max_pieces=7, piece_bytes=48))
     region = BlockRegion(make_layout(), 64, seed=3)
-    blocks = DeviceBlocks(region.memory, None, HostCopies, lambda num_bytes: memoryview(bytearray(num_bytes)))
+    blocks = DeviceBlocks(region.memory, None, make_copies, lambda num_bytes: memoryview(bytearray(num_bytes)))
     block_ids = [9, 3, 60, 4, 5]
     copying = blocks.begin_copy(block_ids)
     copying.layer(1)

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvferry.core.errors import QueueFull
-from kvferry.router.edge import fair_queue as module
 from kvferry.router.edge.fair_queue import FairQueue
 from kvferry.router.edge.tenants import Limits, Tenant
 from support.waiting import eventually
@@ -189,9 +188,8 @@ async def test_who_came_back_after_all_had_left_begins_as_others_do() -> None:
     assert crowd.order == ["a0", "b0", "a1", "b1", "a2", "a3"]
 
 
-async def test_what_is_remembered_of_those_who_do_not_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_TENANTS", 50)
-    turns = FairQueue(1, max_waiting=2, wait_s=60)
+async def test_what_is_remembered_of_those_who_do_not_wait_is_bounded() -> None:
+    turns = FairQueue(1, max_waiting=2, wait_s=60, max_remembered=50)
     before, after = Tenant(b"first", Limits()), Tenant(b"slow", Limits(weight=0.01))
     assert turns.begin(before)
     for number in range(1000):

@@ -16,7 +16,6 @@ from kvferry.core.errors import ConfigError, InvalidRequest
 from kvferry.http.server.config import HttpConfig
 from kvferry.router.body import RequestBody
 from kvferry.router.config import RouterConfig
-from kvferry.router.edge import tenants as module
 from kvferry.router.edge.tenants import Bucket, Limits, Tenants, count_tokens, priority_of, read_tenants
 from kvferry.router.errors import OverLimit
 from kvferry.router.paths import JSON_PATHS
@@ -79,9 +78,8 @@ def test_each_tenant_has_its_own() -> None:
     tenants.charge(one, 100)
 
 
-def test_no_number_of_tenants_fills_the_memory(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "MAX_TENANTS", 3)
-    tenants = Tenants(ManualClock(), Limits(requests_per_minute=1))
+def test_no_number_of_tenants_fills_the_memory() -> None:
+    tenants = Tenants(ManualClock(), Limits(requests_per_minute=1), max_tenants=3)
     busy = tenants.find(b"busy", [], None)
     tenants.charge(busy, 0)
     for number in range(100):

@@ -372,11 +372,9 @@ async def test_keeping_ends_with_the_key_and_with_the_producer(make_region: Call
             await keeping
 
 
-async def test_more_keys_than_may_be_watched_at_once(
-    make_region: Callable[..., BlockRegion], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "MAX_RENEWED", 2)
+async def test_more_keys_than_may_be_watched_at_once(make_region: Callable[..., BlockRegion]) -> None:
     async with instance(make_region()) as (consumer, _):
+        consumer.pool.max_renewed = 2
         async with instance(make_region(seed=1)) as (producer, source):
             sealed = list[str]()
             keys = [str(number) for number in range(5)]

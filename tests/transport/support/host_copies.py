@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import ctypes
 
-from kvferry.transport.cuda.copies import MAX_PIECES, CudaCopies
+from kvferry.transport.cuda.copies import CopyLimits, CudaCopies
 from kvferry.transport.memory import Pieces
 
 
 class HostCopies(CudaCopies):
     """`begin`, `is_idle`, `wait` and `close` of `CudaCopies` without a GPU."""
 
-    def __init__(self, driver: object = None) -> None:
+    def __init__(self, driver: object = None, limits: CopyLimits = CopyLimits()) -> None:  # noqa: B008, frozen
+        self.limits = limits
         self.begun: list[tuple[int, int, int]] = []
         self.num_asked = 0
         self.is_open = True
 
     def begin(self, pieces: Pieces) -> None:
         assert self.is_open
-        assert len(pieces) <= MAX_PIECES
+        assert len(pieces) <= self.limits.max_pieces
         self.wait()
         self.begun = list(pieces.rows())
 

@@ -28,7 +28,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvferry.adapters.vllm import siblings
-from kvferry.adapters.vllm.idle import MAX_S
 from kvferry.adapters.vllm.kv_cache.layout import cache_shape, require_attention_only
 from kvferry.adapters.vllm.kv_cache.pool import SharedAllocation
 from kvferry.adapters.vllm.loads import StepResults
@@ -174,7 +173,7 @@ class KvferryConnector(KVConnectorBase_V1):
         if known_addresses and isinstance(side, HandsOff):
             side.set_addresses(known_addresses)
         # With data parallelism all engines step together, so none may delay the others.
-        max_s = 0 if self._vllm_config.parallel_config.data_parallel_size > 1 else MAX_S
+        is_data_parallel = self._vllm_config.parallel_config.data_parallel_size > 1
         return SchedulerHalf(
             settings,
             side,
@@ -183,7 +182,7 @@ class KvferryConnector(KVConnectorBase_V1):
             Pins(self._pool),
             siblings.salts(settings, self._vllm_config.lora_config),
             with_events=publishes_events(self._vllm_config),
-            idle=siblings.pause_user(settings, max_s),
+            idle=siblings.pause_user(settings, pauses=not is_data_parallel),
             is_alone=facts.is_alone,
         )
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-MAX_S = 0.02
 NUM_EMPTY_STEPS = 2
 """Steps without work before the first pause: with asynchronous scheduling, the results of as many steps are pending."""
 
@@ -27,7 +26,7 @@ class IdlePause:
 
     first_s = 0.001
 
-    def __init__(self, max_s: float = MAX_S, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, max_s: float = 0.02, sleep: Callable[[float], None] = time.sleep) -> None:
         self.max_s, self._sleep = max_s, sleep
         self._num_empty = 0
         self._users: set[str] = set()

@@ -50,9 +50,10 @@ def claims_allocation(connector: object, settings: AdapterSettings) -> bool:
     return _allocations.setdefault(settings.transfer.engine_id, connector) is connector
 
 
-def pause_user(settings: AdapterSettings, max_s: float) -> PauseUser:
-    """A scheduler half's share of the engine's pause."""
-    return _pauses.setdefault(settings.transfer.engine_id, IdlePause(max_s)).user(settings.key)
+def pause_user(settings: AdapterSettings, *, pauses: bool) -> PauseUser:
+    """A scheduler half's share of the engine's pause; `pauses` False: there is none."""
+    pause = IdlePause() if pauses else IdlePause(max_s=0.0)
+    return _pauses.setdefault(settings.transfer.engine_id, pause).user(settings.key)
 
 
 def salts(settings: AdapterSettings, lora_config: object) -> Salts:

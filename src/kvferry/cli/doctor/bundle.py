@@ -21,9 +21,6 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.folders.state_folder import state_folder
 from kvferry.core.keys import shared_token, users_token
 
-MAX_LOG_BYTES = 256 * 1024
-"""Bytes of the end of each log."""
-MAX_LOGS = 8
 _NAMES = re.compile(r"key|token|secret|password|credential|authorization", re.IGNORECASE)
 _VARIABLES = ("KVFERRY_", "UCX_", "NCCL_", "CUDA_", "OMP_", "VLLM_", "HF_", "RAY_")
 _ASSIGNED = re.compile(
@@ -92,18 +89,18 @@ def _variables(variables: Mapping[str, str]) -> str:
     )
 
 
-def _logs() -> dict[str, str]:
-    """The ends of the newest logs of commands and of fleets' controllers, and the specs of these."""
+def _logs(max_logs: int = 8) -> dict[str, str]:
+    """The ends of the `max_logs` newest logs of commands and of fleets' controllers, and the specs of these."""
     with suppress(OSError, ConfigError):
         folder = state_folder()
         paths = [*(folder / "logs").glob("*.log"), *(folder / "fleets").glob("*/controller.log")]
-        newest = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[:MAX_LOGS]
+        newest = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[:max_logs]
         return {f"logs/{path.parent.name}-{path.name}": _end(path) for path in newest}
     return {}
 
 
-def _end(path: Path) -> str:
+def _end(path: Path, max_bytes: int = 256 * 1024) -> str:
     with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
-        return file.read(MAX_LOG_BYTES).decode(errors="replace")
+        file.seek(max(0, path.stat().st_size - max_bytes))
+        return file.read(max_bytes).decode(errors="replace")
     return ""

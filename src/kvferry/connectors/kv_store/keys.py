@@ -20,6 +20,7 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.messages.kv_keys import shares
+from kvferry.core.text import shortened
 from kvferry.store.key_records import BadKeyRecord, KeyNotes, KeyRecord, explain_mismatch, make_record
 from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import run_together
@@ -30,7 +31,6 @@ MAX_CONCURRENT_NOTES = 16
 """Notes of one request that are read or written at the same time."""
 FIRST_POLL_S, MAX_POLL_S = 0.002, 0.1
 """Pauses before missing keys are looked up again: each is twice as long as the one before (s)."""
-MAX_SHOWN_KEY = 48
 Item = TypeVar("Item")
 
 
@@ -195,5 +195,4 @@ async def _as_coroutine(call: Callable[[Item], Awaitable[bool]], item: Item) -> 
 
 
 def _shortened(key: str) -> str:
-    shown = repr(key)
-    return shown if len(shown) <= MAX_SHOWN_KEY else shown[: MAX_SHOWN_KEY - 1] + "…"
+    return shortened(repr(key), 48)

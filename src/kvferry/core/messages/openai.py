@@ -16,6 +16,7 @@ from kvferry.core.errors import (
     Unavailable,
     UnknownModel,
 )
+from kvferry.core.text import shortened
 
 REQUEST_ID_HEADER = "X-Request-Id"
 """Names a request in every log and on both legs; taken from the client, and sent back."""
@@ -36,8 +37,6 @@ SSE_HEADERS = {
 }
 
 SSE_DONE = b"data: [DONE]\n\n"
-
-_MAX_MESSAGE_CHARACTERS = 2000
 
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
@@ -106,9 +105,7 @@ def error_envelope(error: RequestError) -> bytes:
 
 def _sendable(text: str) -> str:
     """The message, shortened and made valid UTF-8, because errors quote what clients sent."""
-    if len(text) > _MAX_MESSAGE_CHARACTERS:
-        text = text[: _MAX_MESSAGE_CHARACTERS - 1] + "…"
-    return text.encode("utf-8", "replace").decode()
+    return shortened(text, 2000).encode("utf-8", "replace").decode()
 
 
 def error_headers(error: RequestError) -> dict[str, str]:

@@ -40,7 +40,6 @@ ROUNDING_MARGIN = 3.0
 MAX_TOKENS = 0.7
 PATCHED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 """The same between the model as it was loaded and as it was patched; more where paged attention differed by more."""
-MAX_LENGTHS = 32
 _LENGTHS = ("position", "window", "context", "chunk", "floor_scale", "max_seq", "max_length")
 """Parts of the names of settings for lengths beyond which a model may compute differently."""
 
@@ -98,16 +97,16 @@ class SelfCheck:
                 )
 
 
-def thresholds(text: Any) -> list[int]:
+def thresholds(text: Any, max_lengths: int = 32) -> list[int]:
     """The lengths that a configuration names, at which a model may begin to compute differently, ascending: the last
-    position and the smallest MAX_LENGTHS others."""
+    position and the smallest `max_lengths` others."""
     last = text.max_position_embeddings
     named = {
         value
         for name, value in _numbers(text.to_dict())
         if any(part in name for part in _LENGTHS) and NUM_TOKENS < value <= last
     }
-    return sorted({*sorted(named)[:MAX_LENGTHS], last})
+    return sorted({*sorted(named)[:max_lengths], last})
 
 
 def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:

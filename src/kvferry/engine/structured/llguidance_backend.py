@@ -20,6 +20,7 @@ from llguidance.hf import from_tokenizer
 
 from kvferry.core.errors import GrammarFailed, InvalidRequest
 from kvferry.core.structured_outputs import AnswerGrammar, StructuredOutputs
+from kvferry.core.text import shortened
 from kvferry.engine.structured.answer_grammar import AnswerGrammarWriter
 from kvferry.engine.structured.exact_formats import with_exact_formats
 from kvferry.engine.structured.schema_paths import pointers_to, subschemas
@@ -38,7 +39,6 @@ LIMITS = LLParserLimits(
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Whitespace between JSON's tokens. Bounded, because a model may otherwise write it without end."""
 
-_MAX_MESSAGE = 400
 _KEYS = re.compile(r'Unimplemented keys: \["(?P<key>[^"]*)"')
 _KEYWORD_OF = {
     "oneOf": "oneOf",
@@ -273,5 +273,4 @@ def _first(pointers: Sequence[str]) -> str:
 
 
 def _clip(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…"
+    return shortened(" ".join(text.split()), 400)

@@ -12,10 +12,10 @@ from kvferry.fleet.control.facts import Drain, ObservedInstance, Phase, Start, S
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
-_MAX_STEPS = 100_000
 
-
-def dry_run_steps(fleet: DesiredFleet, members: Sequence[ObservedInstance], now: float = 0.0) -> list[Step]:
+def dry_run_steps(
+    fleet: DesiredFleet, members: Sequence[ObservedInstance], now: float = 0.0, max_steps: int = 100_000
+) -> list[Step]:
     """All steps until the fleet is in its desired state, if every step succeeds at once. Raises `ConfigError` if it
     never gets there, because the settings leave no way to replace the present instances. Members that start count as
     serving, and members that leave as gone."""
@@ -23,7 +23,7 @@ def dry_run_steps(fleet: DesiredFleet, members: Sequence[ObservedInstance], now:
     staying = (member for member in members if member.phase in (Phase.READY, Phase.STARTING))
     present = {instance.name: replace(instance, phase=Phase.READY) for instance in staying}
     fleet = _unpaused(fleet)
-    while len(steps) < _MAX_STEPS:
+    while len(steps) < max_steps:
         new = plan(fleet, list(present.values()), (), now)
         if not new:
             break

@@ -14,7 +14,7 @@ from itertools import count
 from operator import itemgetter
 
 from kvferry.core.errors import LeakError, QueueFull
-from kvferry.router.edge.tenants import MAX_TENANTS, Tenant
+from kvferry.router.edge.tenants import Tenant
 
 _Waiting = tuple[int, int, "asyncio.Future[None]"]
 """Priority, order of arrival, and the future that is set when its turn comes."""
@@ -40,10 +40,14 @@ class _TenantQueue:
 
 class FairQueue:
     """Lets at most `max_requests` run and at most `max_waiting` wait, none longer than `wait_s`. If too many wait, the
-    tenant with the largest backlog loses its last request."""
+    tenant with the largest backlog loses its last request. Of tenants that do not wait, at most about twice
+    `max_remembered` are remembered."""
 
-    def __init__(self, max_requests: int, max_waiting: int = 0, wait_s: float = 0.0) -> None:
+    def __init__(
+        self, max_requests: int, max_waiting: int = 0, wait_s: float = 0.0, max_remembered: int = 20_000
+    ) -> None:
         self._max_requests, self._max_waiting, self._wait_s = max_requests, max_waiting, wait_s
+        self._max_remembered = max_remembered
         self.num_requests = self.num_waiting = 0
         """Number of running requests, and of waiting ones."""
         self._running: dict[bytes, int] = {}
@@ -175,7 +179,7 @@ class FairQueue:
         self._served_ahead[line.tenant.key] = line.virtual_time
         if len(self._served_ahead) > self._max_served_ahead:
             ahead = ((key, at) for key, at in self._served_ahead.items() if at > self._virtual_time)
-            self._served_ahead = dict(heapq.nlargest(MAX_TENANTS, ahead, key=itemgetter(1)))
+            self._served_ahead = dict(heapq.nlargest(self._max_remembered, ahead, key=itemgetter(1)))
             self._max_served_ahead = 2 * len(self._served_ahead) + _SLACK
 
     def _withdraw(self, tenant: Tenant, turn: _Waiting) -> None:

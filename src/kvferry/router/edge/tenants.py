@@ -25,9 +25,6 @@ from kvferry.router.body import RequestBody
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import OverLimit
 
-MAX_TENANTS = 20_000
-"""Maximum number of tenants whose rates are remembered; the least recently active is forgotten first."""
-
 _MAX_NAME = 256
 _MAX_ANSWER_TOKENS, _MAX_ANSWERS = 10**7, 10**3
 _MAX_NUMBER = 256
@@ -144,6 +141,8 @@ class Tenants:
     named: Mapping[bytes, Limits] = field(default_factory=dict)
     """The limits of tenants, by the key that `find` derives from a name or an API key."""
     by: str = "key"
+    max_tenants: int = 20_000
+    """Maximum number of tenants whose rates are remembered; the least recently active is forgotten first."""
     _tenants: dict[bytes, Tenant] = field(default_factory=dict)
 
     @classmethod
@@ -179,7 +178,7 @@ class Tenants:
 
     def _new(self, key: bytes) -> Tenant:
         limits, now = self.named.get(key, self.limits), self.clock.monotonic()
-        if len(self._tenants) >= MAX_TENANTS:
+        if len(self._tenants) >= self.max_tenants:
             del self._tenants[next(iter(self._tenants))]
         tenant = Tenant(
             key,

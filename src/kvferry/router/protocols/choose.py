@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 
 from kvferry.core.errors import LayoutMismatch
 from kvferry.core.messages.instance_facts import InstanceFacts, KVSource, TicketKinds
+from kvferry.core.text import shortened
 from kvferry.router.config import HandOffMode, RouterConfig
 from kvferry.router.instances.instance import Facts, Instance, LegRole, SglangFacts, UnknownFacts, VllmFacts
 from kvferry.router.protocols import kvferry
@@ -27,7 +28,6 @@ CONCURRENT_CONNECTORS = frozenset({"P2pConnector", "P2pNcclConnector", "NixlConn
 _ENGINES: dict[type, str] = {VllmFacts: "vllm", SglangFacts: "sglang"}
 """Names of the engines that the router recognises."""
 
-_MAX_VALUE_CHARS = 80
 _MAX_CACHED_PAIRS = 1024
 """Maximum number of cached comparisons of two layouts, and of two connectors' tickets."""
 
@@ -179,8 +179,7 @@ def _difference(property_name: str, first: str | list[str], second: str | list[s
 
 
 def _truncate(value: str | list[str]) -> str:
-    text = value if isinstance(value, str) else ", ".join(value)
-    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 1] + "…"
+    return shortened(value if isinstance(value, str) else ", ".join(value), 80)
 
 
 @lru_cache(maxsize=_MAX_CACHED_PAIRS)

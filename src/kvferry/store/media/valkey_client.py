@@ -17,6 +17,7 @@ import msgspec
 from kvferry.core.errors import ConfigError, MissingDependency, StoreError
 from kvferry.core.settings.bounds import MAX_SECONDS
 from kvferry.core.settings.files import read_whole
+from kvferry.core.text import shortened
 from kvferry.store.base import StoreBytes, StoreFull, StoreOptions
 
 try:
@@ -32,8 +33,6 @@ COMMAND_S = 30.0
 CONNECT_S = 3.0
 MAX_CONNECTIONS = 64
 DAY_S = 86400.0
-MAX_MESSAGE = 300
-"""Maximum number of characters of a server's error message that are shown."""
 CLUSTER_HINT = "; add ?cluster=true to the store's URL on all instances, and blocks are spread over the nodes"
 ENCODE_HINT = (
     "has a character that must be percent-encoded in a URL (/ is %2F, # is %23, ? is %3F, @ is %40); or use"
@@ -178,9 +177,9 @@ async def translated_errors(where: str, *, in_cluster: bool = False) -> AsyncIte
     except (exceptions.ConnectionError, OSError) as error:
         raise StoreError(f"cannot reach the server at {where}: {error}") from error
     except exceptions.ValkeyClusterException as error:
-        raise StoreError(f"the cluster of the node at {where}: {str(error)[:MAX_MESSAGE]}") from None
+        raise StoreError(f"the cluster of the node at {where}: {shortened(str(error), 300)}") from None
     except exceptions.ValkeyError as error:
-        message = str(error).rpartition("caused error: ")[2][:MAX_MESSAGE]  # what is before it is the whole command
+        message = shortened(str(error).rpartition("caused error: ")[2], 300)  # what is before it is the whole command
         if isinstance(error, exceptions.AskError | exceptions.ClusterDownError) or message.startswith(_CLUSTER_ERRORS):
             if in_cluster:
                 raise StoreError(f"the cluster of the node at {where}: {message or error}") from None

@@ -17,9 +17,6 @@ import msgspec
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.files import require_file
 
-MAX_LINE_BYTES = 16 << 20
-"""A prompt of 100 million tokens; a longer line is not a trace."""
-
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
@@ -37,19 +34,22 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
         return self.timestamp / 1000
 
 
-def read_trace(path: Path, on_read: Callable[[int], None] = lambda _: None) -> Iterator[TraceRequest]:
+def read_trace(
+    path: Path, on_read: Callable[[int], None] = lambda _: None, max_line_bytes: int = 16 << 20
+) -> Iterator[TraceRequest]:
     """The requests of a file, in its order, one in memory at a time. `on_read` gets the number of bytes of each line.
+    A line of more than `max_line_bytes`, a prompt of 100 million tokens, is no trace.
 
     Raises `ConfigError` that names a line which is not a request, or is older than the one before.
     """
     decoder = msgspec.json.Decoder(TraceRequest)
     last = 0.0
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(_lines(path, max_line_bytes), start=1):
         on_read(len(line))
         if line.isspace():
             continue
-        if len(line) > MAX_LINE_BYTES:
-            raise ConfigError(f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes, so this is no trace")
+        if len(line) > max_line_bytes:
+            raise ConfigError(f"{path}, line {number}: longer than {max_line_bytes} bytes, so this is no trace")
         try:
             request = decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -70,7 +70,7 @@ def read_trace(path: Path, on_read: Callable[[int], None] = lambda _: None) -> I
 _EXAMPLE = '{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block, ...]}'
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _lines(path: Path, max_line_bytes: int) -> Iterator[bytes]:
     """The file's lines; those that are too long are cut."""
     try:
         require_file(path)
@@ -80,7 +80,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
                 file.seek(0)
-            while line := file.readline(MAX_LINE_BYTES + 1):
+            while line := file.readline(max_line_bytes + 1):
                 yield line
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error

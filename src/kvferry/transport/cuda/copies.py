@@ -6,7 +6,8 @@ The driver's own copies take 4 to 6 µs each to begin, which is more than a bloc
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -15,24 +16,34 @@ import numpy as np
 from kvferry.transport.cuda.driver import NOT_READY, CudaDriver
 from kvferry.transport.memory import Pieces
 
-MAX_PIECES = 16384
-"""Maximum number of pieces of one `begin`."""
-MAX_BYTES = 256 * 2**20
-"""Maximum bytes of one `begin`, a few milliseconds at the speed of PCIe."""
-PIECE_BYTES = 256 * 2**10
-"""Larger pieces are divided, so that all blocks of threads have some."""
 NUM_BLOCKS, NUM_THREADS = 32, 512
 """As many blocks of threads as copy at a good speed and leave most of the GPU to the model."""
 NON_BLOCKING = 1
 COLUMNS = 3
 
 
+@dataclass(frozen=True)
+class CopyLimits:
+    """Bounds of one `CudaCopies.begin`. `max_bytes` take a few milliseconds at the speed of PCIe. Pieces of more than
+    `piece_bytes` are divided, so that all blocks of threads have some."""
+
+    max_pieces: int = 16384
+    max_bytes: int = 256 * 2**20
+    piece_bytes: int = 256 * 2**10
+
+
 class CudaCopies:
     """A stream of copies, one `begin` at a time. Owns the stream, the kernel, the table that it reads, and the driver
     if `owns_driver`."""
 
-    def __init__(self, driver: CudaDriver, *, owns_driver: bool = False) -> None:
-        self._driver, self._owns_driver = driver, owns_driver
+    def __init__(
+        self,
+        driver: CudaDriver,
+        *,
+        owns_driver: bool = False,
+        limits: CopyLimits = CopyLimits(),
+    ) -> None:
+        self._driver, self._owns_driver, self.limits = driver, owns_driver, limits
         self._stream, self._module, self._kernel = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         self._table = ctypes.c_void_p()
         code = files(__package__).joinpath("copy.ptx").read_bytes()
@@ -40,18 +51,22 @@ class CudaCopies:
         driver.call("cuModuleLoadData", ctypes.byref(self._module), ctypes.c_char_p(code))
         driver.call("cuModuleGetFunction", ctypes.byref(self._kernel), self._module, b"kvferry_copy")
         driver.call("cuStreamCreate", ctypes.byref(self._stream), NON_BLOCKING)
-        num_bytes = MAX_PIECES * COLUMNS * 8
+        num_bytes = limits.max_pieces * COLUMNS * 8
         driver.call("cuMemHostAlloc", ctypes.byref(self._table), ctypes.c_size_t(num_bytes), 0)
         memory = memoryview((ctypes.c_char * num_bytes).from_address(self._table.value or 0))
-        self._rows = np.frombuffer(memory, np.uint64).reshape(MAX_PIECES, COLUMNS)
+        self._rows = np.frombuffer(memory, np.uint64).reshape(limits.max_pieces, COLUMNS)
 
     def copy(self, pieces: Pieces) -> None:
         """Copy each piece from `remote` to `local`; `wait` waits for the last of them. Sizes and number may be any."""
-        for part in pieces.divided(PIECE_BYTES).slices(MAX_BYTES, MAX_PIECES):
+        for part in self.parts(pieces):
             self.begin(part)
 
+    def parts(self, pieces: Pieces) -> Iterator[Pieces]:
+        """The pieces, divided into as many as one `begin` can take."""
+        return pieces.divided(self.limits.piece_bytes).slices(self.limits.max_bytes, self.limits.max_pieces)
+
     def begin(self, pieces: Pieces) -> None:
-        """Begin to copy pieces when the copies before have ended: at most `MAX_PIECES`. All addresses must be mapped:
+        """Begin to copy pieces when the copies before have ended: at most one of `parts`. All addresses must be mapped:
         one that is not would end the process's use of the GPU."""
         self.wait()
         for column, values in enumerate((pieces.remote, pieces.local, pieces.lengths)):

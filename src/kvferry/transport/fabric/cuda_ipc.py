@@ -19,7 +19,7 @@ import msgspec
 
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConfigError, ProtocolError
-from kvferry.transport.cuda.copies import MAX_BYTES, MAX_PIECES, PIECE_BYTES, CudaCopies
+from kvferry.transport.cuda.copies import CudaCopies
 from kvferry.transport.cuda.driver import HANDLE_BYTES, CudaDriver
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, read_description
 from kvferry.transport.fabric.shm import machine_id
@@ -102,8 +102,8 @@ class CudaIpcPeer(FabricPeer):
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
         """Begin copies, and wait for them, even if the read is cancelled: copies cannot be."""
-        pieces = join(remote, self._remote_map, local, self._local_map, PIECE_BYTES)
-        for part in pieces.slices(MAX_BYTES, MAX_PIECES):
+        pieces = join(remote, self._remote_map, local, self._local_map, self._copies.limits.piece_bytes)
+        for part in self._copies.parts(pieces):
             async with self._copying:
                 self.require_going(deadline)
                 self._copies.begin(part)

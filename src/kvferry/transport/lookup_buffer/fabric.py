@@ -131,7 +131,7 @@ class FabricLookupBuffer(LookupBuffer):
 
     async def keep(self, key: str, source: Source, on_sealed: Callable[[], None]) -> None:
         """Select without reading, since a connection renews the leases of all selected keys. At most
-        `peers.MAX_RENEWED` keys of one producer are kept at a time; others wait."""
+        `PeerPool.max_renewed` keys of one producer are kept at a time; others wait."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
 

@@ -38,9 +38,6 @@ from kvferry.transport.transfer_loop import run_together
 log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
-MAX_RENEWED = MAX_SELECTS // 2
-"""Maximum number of waiting tickets of one producer whose leases are renewed: half of its limit of selected keys; the
-rest is for loads."""
 RENEWALS_PER_LEASE = 3
 
 Follower = Callable[[News | KvferryError], None]
@@ -104,11 +101,11 @@ class Peer:
 
     task: asyncio.Task[None]
 
-    def __init__(self, source: Source, dialler: Dialler) -> None:
+    def __init__(self, source: Source, dialler: Dialler, max_renewed: int) -> None:
         self.source, self._dialler = source, dialler
         self.failure: KvferryError | None = None
         self.num_users = 0
-        self.renewals = asyncio.Semaphore(MAX_RENEWED)
+        self.renewals = asyncio.Semaphore(max_renewed)
         self.is_responsive = False
         self._unanswered_since: float | None = None
         self._ids = itertools.count()
@@ -238,6 +235,9 @@ class PeerPool:
     """The producers that this instance is connected to, and the unresponsive ones: `peers`."""
 
     max_peers = 256
+    max_renewed = MAX_SELECTS // 2
+    """Maximum number of waiting tickets of one producer whose leases are renewed: half of its limit of selected keys;
+    the rest is for loads."""
     reconnect_s = 1.0
     """`CONNECT_S` for a producer that was unresponsive the last time."""
 
@@ -277,7 +277,7 @@ class PeerPool:
             raise PeerLost("this instance is closing its transfers")
         self._make_room()
         was_unresponsive = peer is not None and not peer.is_responsive
-        peer = self.peers[source] = Peer(source, self._dialler)
+        peer = self.peers[source] = Peer(source, self._dialler, self.max_renewed)
         peer.task = self._group.create_task(self._run_peer(peer, self.reconnect_s if was_unresponsive else CONNECT_S))
         return peer
 
