@@ -28,7 +28,7 @@ SERVE = """
 import asyncio, json, sys
 from pathlib import Path
 from kvferry.cli.serving.attended import AttendedFleet
-from kvferry.fleet.spec.fleet_settings import failing
+from kvferry.fleet.spec.fleet_settings import FleetSettings, failing
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec.fleet_spec import RouterSpec, DesiredFleet
@@ -36,7 +36,7 @@ from kvferry.fleet.display import ReportingDisplay
 from kvferry.fleet.processes.ready import ReadyWriter
 from kvferry.fleet.processes.recipe import LocalRecipe
 from kvferry.fleet.spec.restart import RestartPolicy
-from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import FleetSpec, Listen
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.router.config import RouterConfig
@@ -56,16 +56,15 @@ fleet = DesiredFleet(
     router=RouterSpec(count=router.workers, host=listen.host, port=listen.port),
     failure=failing(policy),
 )
-recipe = LocalRecipe(
-    fleet=fleet,
-    engine=EngineConfig(model=""),
+settings = FleetSettings(
     spec=FleetSpec(),
-    instances=InstanceSpec(),
+    engine=EngineConfig(model=""),
     router=router,
     listen=listen,
     access=HttpAccess(admin_key=("operator",), **access),
     limits=limits,
 )
+recipe = LocalRecipe(fleet=fleet, settings=settings)
 attended = AttendedFleet(fleet, lambda _: recipe, ReportingDisplay(ReadyWriter(1)), token="", grace_s=30.0)
 sys.exit(asyncio.run(attended.run()))
 """

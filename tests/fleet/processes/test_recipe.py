@@ -39,17 +39,7 @@ def recipe(prefill: int = 1, decode: int = 1, transfer: str | None = None, **mor
         listen=Listen(host="0.0.0.0", port=9000, grace_s=2.0),
     )
     told = replace(told, **more)
-    found = LocalRecipe(
-        fleet=fleet_of("kvferry", told),
-        engine=told.engine,
-        spec=told.spec,
-        instances=told.instance,
-        router=told.router,
-        listen=told.listen,
-        choice=told.choice,
-        access=told.access,
-        token=TOKEN,
-    )
+    found = LocalRecipe(fleet=fleet_of("kvferry", told), settings=told, token=TOKEN)
     found.check()
     return found
 
@@ -101,7 +91,9 @@ def test_on_a_node_of_a_cluster_others_reach_an_instance_at_the_node_s_address()
     for spec in processes(made):
         assert settings_of(spec).listen.host == "10.0.0.3"
         assert transfer_of(spec)["kv_ip"] == "10.0.0.3"
-    (told,) = processes(replace(made, instances=InstanceSpec(kv_transfer_config=FIXED)))[:1]
+    (told,) = processes(
+        replace(made, settings=replace(made.settings, instance=InstanceSpec(kv_transfer_config=FIXED)))
+    )[:1]
     assert transfer_of(told)["kv_ip"] == "10.9.9.9"
     assert made.num_routers == 2
 
@@ -236,10 +228,9 @@ def test_no_secret_is_on_a_command_line(tmp_path: Path) -> None:
         "kv_connector": "KVStoreConnector",
         "kv_connector_extra_config": {"store": "valkey://:the-secret@127.0.0.1:6379"},
     }
+    access = HttpAccess(api_key=("the-secret",), admin_key=("the-secret",))
     made = replace(
-        recipe(transfer=json.dumps(said)),
-        access=HttpAccess(api_key=("the-secret",), admin_key=("the-secret",)),
-        instance_access=InstanceAccess(instance_api_key="the-secret"),
+        recipe(transfer=json.dumps(said), access=access, instance_access=InstanceAccess(instance_api_key="the-secret")),
         token="the-secret of the deployment",
     )
     secrets = {
@@ -261,7 +252,7 @@ def test_instances_of_a_fleet_with_targets_bound_their_steps_unless_a_flag_says_
     made = replace(
         made,
         fleet=msgspec.structs.replace(made.fleet, scale=ScaleSpec(ttft="2s", itl="50ms")),
-        engine=msgspec.structs.replace(made.engine, itl_target_s=flag),
+        settings=replace(made.settings, engine=msgspec.structs.replace(made.settings.engine, itl_target_s=flag)),
     )
     for spec in processes(made):
         assert settings_of(spec).engine.itl_target_s == target

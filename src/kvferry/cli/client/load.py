@@ -11,6 +11,7 @@ from typing import Any
 from kvferry.cli.client.stream import COMPLETIONS_PATH, OpenAIClient, Reply, ServedModel
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.tasks import BackgroundTasks
 from kvferry.http.headers import RawHeaders
 from kvferry.sim.targets import Targets
 from kvferry.sim.traffic import Arrival, TracePrompt
@@ -118,7 +119,7 @@ class OpenLoop:
     ) -> LoadResult:
         """Send the requests at their times, and wait for all answers."""
         begun, outcomes = self._clock.monotonic(), list[Sent]()
-        under_way = set[asyncio.Task[None]]()
+        under_way = BackgroundTasks()
 
         async def send(arrival: Arrival, number: int) -> None:
             late_s = self._clock.monotonic() - begun - arrival.at_s
@@ -136,13 +137,10 @@ class OpenLoop:
                 if len(under_way) >= self.max_open:
                     outcomes.append(Sent(arrival, 0.0, None, f"{self.max_open} requests were under way"))
                     continue
-                task = asyncio.create_task(send(arrival, number))
-                under_way.add(task)
-                task.add_done_callback(under_way.discard)
+                under_way.start(send(arrival, number))
             await asyncio.gather(*under_way)
         finally:
-            for task in under_way:
-                task.cancel()
+            under_way.cancel()
         return LoadResult(max(self._clock.monotonic() - begun, 1e-9), outcomes)
 
     def _body(self, arrival: Arrival, number: int) -> dict[str, Any]:

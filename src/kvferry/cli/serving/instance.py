@@ -32,7 +32,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.process_settings import InstanceProcess
 from kvferry.fleet.processes.recipe import LocalRecipe, require_defaults
 from kvferry.fleet.spec.arguments import refuse_own_flags
-from kvferry.fleet.spec.fleet_settings import engine_of, failing
+from kvferry.fleet.spec.fleet_settings import FleetSettings, engine_of, failing
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, RoleSpec, RouterSpec
 from kvferry.fleet.spec.kv_transfer import DEFAULT, InstanceRole, transfer_for
 from kvferry.fleet.spec.restart import RestartPolicy
@@ -41,7 +41,6 @@ from kvferry.fleet.spec.variables import flag_variables
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
-from kvferry.router.config import RouterConfig
 
 
 def prefill(
@@ -151,19 +150,10 @@ def _run_server(
         router=RouterSpec(count=0),
         failure=failing(RestartPolicy()),
     )
-    recipe = LocalRecipe(
-        fleet=fleet,
-        engine=engine,
-        spec=FleetSpec(),
-        instances=instance,
-        router=RouterConfig(),
-        listen=listen,
-        choice=choice,
-        log=log,
-        access=access,
-        token=shared_token(),
-        hidden=flag_variables(),
+    settings = FleetSettings(
+        spec=FleetSpec(), engine=engine, instance=instance, listen=listen, choice=choice, log=log, access=access
     )
+    recipe = LocalRecipe(fleet=fleet, settings=settings, token=shared_token(), hidden=flag_variables())
     recipe.check()
     check_before_start(engine, choice, listen, access)
     return run_attended(

@@ -24,10 +24,10 @@ from kvferry.cli.terminal.summary import ServeSummary, summary_of
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.process_settings import RouterProcess
 from kvferry.fleet.processes.recipe import LocalRecipe
-from kvferry.fleet.spec.fleet_settings import failing
+from kvferry.fleet.spec.fleet_settings import FleetSettings, failing
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, RouterSpec
 from kvferry.fleet.spec.restart import RestartPolicy
-from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import FleetSpec, Listen
 from kvferry.fleet.spec.variables import flag_variables
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
@@ -83,19 +83,17 @@ def _run_several(
         router=RouterSpec(count=config.workers, host=listen.host, port=listen.port),
         failure=failing(RestartPolicy()),
     )
-    recipe = LocalRecipe(
-        fleet=fleet,
-        engine=EngineConfig(model=""),
+    settings = FleetSettings(
         spec=FleetSpec(),
-        instances=InstanceSpec(),
+        engine=EngineConfig(model=""),
         router=config,
         listen=listen,
         access=access,
         limits=limits,
         instance_access=instances,
         log=log,
-        hidden=flag_variables(),
     )
+    recipe = LocalRecipe(fleet=fleet, settings=settings, hidden=flag_variables())
     return run_attended(
         fleet,
         lambda _: recipe,

@@ -87,8 +87,8 @@ class Drafter:
         return draft
 
     def verified(self, chunk: Chunk, num_sampled: int) -> None:
-        """Record that the model has sampled `num_sampled` tokens for a chunk: those of its draft that it accepted, and
-        one more."""
+        """Record that the model has sampled `num_sampled` tokens for a chunk: the accepted part of its draft and one
+        more."""
         if chunk.draft and chunk.sequence.drafts is not None:
             num_accepted = max(0, num_sampled - 1)
             chunk.sequence.drafts.observe(len(chunk.draft), num_accepted)

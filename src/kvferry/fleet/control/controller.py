@@ -20,6 +20,7 @@ from typing import Any
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.tasks import BackgroundTasks
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState
 from kvferry.fleet.control.backoff import record_failure
 from kvferry.fleet.control.desired_counts import Scaling
@@ -77,18 +78,11 @@ class Steps:
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self.group = group
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = BackgroundTasks()
 
     def begin(self, step: Coroutine[Any, Any, None]) -> None:
         """Begin this step beside the others."""
-        task = self.group.create_task(step)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def cancel(self) -> None:
-        """Cancel all steps, and wait for none of them."""
-        for task in self._tasks:
-            task.cancel()
+        self.tasks.add(self.group.create_task(step))
 
 
 class Controller:
@@ -144,7 +138,7 @@ class Controller:
             reconciling: asyncio.Future[Any] = group.create_task(self._reconcile_loop(steps))
             await asyncio.wait([self._end, reconciling], return_when=asyncio.FIRST_COMPLETED)
             reconciling.cancel()
-            steps.cancel()
+            steps.tasks.cancel()
             self._hangs.end()
         return self._end.result()
 

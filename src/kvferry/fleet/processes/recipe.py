@@ -14,7 +14,6 @@ from kvferry.core.host.machine import num_cpus, require_memory, usable_cores
 from kvferry.core.keys import shared_token
 from kvferry.core.settings.flags import flag_name
 from kvferry.core.settings.units import format_bytes, parse_bytes
-from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.cpu import Cores, num_threads, parse_cores, plan_cores
 from kvferry.fleet.processes.engines import (
     TOKEN_VARIABLE,
@@ -30,20 +29,14 @@ from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
 from kvferry.fleet.processes.routers import RouterPlan
 from kvferry.fleet.processes.vllm.instances import VllmInstances
 from kvferry.fleet.processes.vllm.resources import DEVICES
-from kvferry.fleet.spec.fleet_settings import role_keys, settings_of
+from kvferry.fleet.spec.fleet_settings import FleetSettings, role_keys, settings_of
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec
-from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.spec.variables import flag_variables
-from kvferry.http.client.access import InstanceAccess
 from kvferry.http.registrar import make_registrar
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
-from kvferry.observe.logs import TEXT, LogConfig
-from kvferry.router.config import RouterConfig
 
-OWN_ENGINE = EngineChoice()
 OPEN, LIMITS = HttpAccess(), HttpLimits()
-UNKNOWN = InstanceAccess()
 LOOPBACK = "127.0.0.1"
 INSTANCE_BYTES = 32 * 2**20
 """The least memory that an instance takes for itself, without its model and its KV cache."""
@@ -53,20 +46,11 @@ ROUTERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRecipe:
-    """The fleet that is wanted, and all further settings of the user, for processes of this machine. Immutable; what
-    is found out about the machine is found once."""
+    """The desired fleet and the settings of its processes, for processes of this machine. Immutable; facts about the
+    machine are read once."""
 
     fleet: DesiredFleet
-    engine: EngineConfig
-    spec: FleetSpec
-    instances: InstanceSpec
-    router: RouterConfig
-    listen: Listen
-    choice: EngineChoice = OWN_ENGINE
-    log: LogConfig = TEXT
-    access: HttpAccess = OPEN
-    limits: HttpLimits = LIMITS
-    instance_access: InstanceAccess = UNKNOWN
+    settings: FleetSettings
     token: str = field(default="", repr=False)
     hidden: frozenset[str] = frozenset()
     """Environment variables that children do not inherit: those that set flags, since children get every flag as an
@@ -78,13 +62,13 @@ class LocalRecipe:
     def check(self) -> None:
         """Raise `ConfigError` if settings are wrong, as far as that is known before anything is started."""
         if self.num_routers and self._has_instances:
-            if self.router.registration:
+            if self.settings.router.registration:
                 shared_token("--registration")
-            make_registrar(self.instances.register, "both", ca=self.access.tls_ca)
-            if self.instances.advertise_url is not None:
+            make_registrar(self.settings.instance.register, "both", ca=self.settings.access.tls_ca)
+            if self.settings.instance.advertise_url is not None:
                 raise ConfigError("--advertise-url is for one instance alone, not for a fleet of several")
         elif self._has_instances:
-            require_defaults(self.access, self.limits)
+            require_defaults(self.settings.access, self.settings.limits)
         self._engine.check()
         roles = list(self.fleet.role) if self.fleet.unit is None else list(self.fleet.unit.members)
         for number, role in enumerate(roles):
@@ -94,11 +78,11 @@ class LocalRecipe:
 
     def _require_room(self) -> None:
         """Raise `ConfigError` if this machine is too small for this many instances, whatever their model."""
-        number, settings = self.num_instances, self.engine
+        number, engine = self.num_instances, self.settings.engine
         if self.fleet.backend.kind != "local" or number < 2:
             return
-        on_gpu = settings.device == "cuda" or (settings.device == "auto" and Path("/dev/nvidiactl").exists())
-        cache = None if on_gpu else settings.kv_cache_memory
+        on_gpu = engine.device == "cuda" or (engine.device == "auto" and Path("/dev/nvidiactl").exists())
+        cache = None if on_gpu else engine.kv_cache_memory
         cache_bytes = 0 if cache is None else parse_bytes(cache, "--kv-cache-memory")
         also = "" if cache is None else f" and --kv-cache-memory {cache}"
         asker = f"{number} instances take at least {format_bytes(INSTANCE_BYTES)}{also} each"
@@ -118,7 +102,7 @@ class LocalRecipe:
     def cores(self) -> Cores:
         """The cores of the whole fleet."""
         available = usable_cores()
-        return available if self.spec.cores is None else parse_cores(self.spec.cores, available)
+        return available if self.settings.spec.cores is None else parse_cores(self.settings.spec.cores, available)
 
     @cached_property
     def num_cpus(self) -> int:
@@ -151,19 +135,20 @@ class LocalRecipe:
     def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
         """The process of an instance. Raises `ConfigError`."""
         assert role != "router"
-        settings = self.fleet.role.get(role, RoleSpec())
-        listen = self.listen
+        role_spec = self.fleet.role.get(role, RoleSpec())
+        listen = self.settings.listen
         if self.num_routers:
-            listen = msgspec.structs.replace(listen, host=self.node or LOOPBACK, port=self.spec.instance_port(number))
+            port = self.settings.spec.instance_port(number)
+            listen = msgspec.structs.replace(listen, host=self.node or LOOPBACK, port=port)
         placement = InstancePlacement(
             name=name,
             role=role,
-            started_as="both" if settings.can_be else role,
+            started_as="both" if role_spec.can_be else role,
             number=number,
             cores=cores,
             num_threads=self._num_threads(cores),
             listen=listen,
-            settings=settings,
+            settings=role_spec,
             keys=role_keys(self.fleet, role),
             devices={DEVICES: os.environ[DEVICES]} if self.node and DEVICES in os.environ else {},
             node=self.node,
@@ -173,30 +158,30 @@ class LocalRecipe:
     @cached_property
     def _engine(self) -> InstanceEngine:
         shared = SharedSettings(
-            instances=self.instances,
+            instances=self.settings.instance,
             hands_off=self.num_routers > 0,
-            log=self.log,
-            tls_ca=self.access.tls_ca,
+            log=self.settings.log,
+            tls_ca=self.settings.access.tls_ca,
             token=self.token,
             hidden=self.hidden,
         )
         if self.fleet.engine.kind == "sglang":
             return SglangEngine(shared, self.fleet)
-        if self.choice.engine == "vllm":
+        if self.settings.choice.engine == "vllm":
             splits = self.num_routers > 0 or "both" not in self.fleet.role
             servers = VllmInstances.from_settings(
-                self.engine,
-                self.choice,
-                self.instances,
+                self.settings.engine,
+                self.settings.choice,
+                self.settings.instance,
                 splits=splits,
                 number=self.num_instances,
                 for_dynamo=self.fleet.engine.kind == "dynamo",
             )
             return VllmEngine(shared, servers)
-        settings = self.engine
-        if settings.itl_target_s is None:
-            settings = msgspec.structs.replace(settings, itl_target_s=self.fleet.itl_target_s)
-        return OwnEngine(shared, settings)
+        engine = self.settings.engine
+        if engine.itl_target_s is None:
+            engine = msgspec.structs.replace(engine, itl_target_s=self.fleet.itl_target_s)
+        return OwnEngine(shared, engine)
 
     @property
     def _router_cores(self) -> Cores:
@@ -204,14 +189,14 @@ class LocalRecipe:
 
     @cached_property
     def _routers(self) -> RouterPlan:
-        config = msgspec.structs.replace(self.router, workers=self.num_routers, declared=self._has_instances)
+        config = msgspec.structs.replace(self.settings.router, workers=self.num_routers, declared=self._has_instances)
         return RouterPlan(
             router=config,
-            listen=self.listen,
-            access=self.access,
-            limits=self.limits,
-            instance_access=self.instance_access,
-            log=self.log,
+            listen=self.settings.listen,
+            access=self.settings.access,
+            limits=self.settings.limits,
+            instance_access=self.settings.instance_access,
+            log=self.settings.log,
             num_threads=self._num_threads(self._router_cores),
             environment={TOKEN_VARIABLE: self.token} if self.token else {},
             hidden=self.hidden,
@@ -221,22 +206,7 @@ class LocalRecipe:
 def recipe_of(fleet: DesiredFleet, token: str) -> LocalRecipe:
     """The recipe of a fleet on this machine. `token`: the secret of its processes. Raises `ConfigError` that names the
     table with the error."""
-    settings = settings_of(fleet)
-    recipe = LocalRecipe(
-        fleet=fleet,
-        engine=settings.engine,
-        spec=settings.spec,
-        instances=settings.instance,
-        router=settings.router,
-        listen=settings.listen,
-        choice=settings.choice,
-        log=settings.log,
-        access=settings.access,
-        limits=settings.limits,
-        instance_access=settings.instance_access,
-        token=token,
-        hidden=flag_variables(),
-    )
+    recipe = LocalRecipe(fleet=fleet, settings=settings_of(fleet), token=token, hidden=flag_variables())
     recipe.check()
     return recipe
 

@@ -326,7 +326,8 @@ def test_what_a_server_registers_for_it_can_do(connector: str, extra: Any, monke
         elif extra:
             transfer["kv_connector_extra_config"] = extra
         one = fleet(0, 0, transfer)
-        one = replace(one, instances=msgspec.structs.replace(one.instances, register=register))
+        instance = msgspec.structs.replace(one.settings.instance, register=register)
+        one = replace(one, settings=replace(one.settings, instance=instance))
         one.check()
         (found,) = servers(one)
         return found

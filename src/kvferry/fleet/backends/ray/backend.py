@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.keys import Signer
 from kvferry.core.settings.flags import flag_name, flag_of
+from kvferry.core.tasks import BackgroundTasks
 from kvferry.fleet.backends.ray.actor import MemberActor
 from kvferry.fleet.backends.ray.connection import RayConnection, answer, in_thread, reply_future
 from kvferry.fleet.backends.ray.leadership import RayLeadership, controller_name
@@ -91,7 +92,7 @@ class RayBackend(FleetBackend):
         self._groups: dict[str, tuple[PlacementGroup, tuple[MemberRole, ...]]] = {}
         """Placement groups of units, and of members with several actors, by `_group_key`."""
         self._grouping = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._to_kill: list[Any] = []
         """Handles of actors that could not be ended yet."""
         self._is_connected = False
@@ -127,7 +128,7 @@ class RayBackend(FleetBackend):
         await self._connect()
         if self.context.outlives:  # others' members end with their processes
             await self._find_all()
-        self._begin_task(self._watch_control_service())
+        self._tasks.start(self._watch_control_service())
 
     async def _find_all(self) -> None:
         try:
@@ -197,7 +198,7 @@ class RayBackend(FleetBackend):
             context.token,
             ray_member.bundle,
         )
-        self._begin_task(self._supervise(ray_member, order, where))
+        self._tasks.start(self._supervise(ray_member, order, where))
         self.changed.set()
 
     async def stop(self, name: str, grace_s: float) -> None:
@@ -239,10 +240,7 @@ class RayBackend(FleetBackend):
             await self._wait_until_begun()
         else:
             await asyncio.gather(*(self.stop(name, 0.0) for name in [*self._members]))
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
         if self.leadership is not None:
             await self.leadership.release()
         self._is_connected = False
@@ -408,7 +406,7 @@ class RayBackend(FleetBackend):
                 await self._adopt(name, actor, nonce, identity.result())
         else:
             logger.warning("the actor %s does not answer", name)
-            self._begin_task(self._adopt_later(name, actor, nonce, identity))
+            self._tasks.start(self._adopt_later(name, actor, nonce, identity))
 
     async def _adopt_later(self, name: str, actor: Any, nonce: str, identity: asyncio.Future[Any]) -> None:
         """Adopt it when it answers, or end it: its member has been replaced, and must not continue unmanaged,
@@ -439,7 +437,7 @@ class RayBackend(FleetBackend):
         member.begun.set()
         if who.bundle is not None:
             self._groups[_group_key(view)] = who.bundle.group, who.bundle.roles
-        self._begin_task(self._supervise(member, None, ""))
+        self._tasks.start(self._supervise(member, None, ""))
         self.changed.set()
 
     def _remove_unused_groups(self) -> None:
@@ -475,11 +473,6 @@ class RayBackend(FleetBackend):
         logger.warning("%s", text)
         self.context.watcher.line("ray", text)
         self.changed.set()
-
-    def _begin_task(self, task: Coroutine[Any, Any, None]) -> None:
-        begun = asyncio.create_task(task)
-        self._tasks.add(begun)
-        begun.add_done_callback(self._tasks.discard)
 
 
 def _require_ranks(fleet: DesiredFleet) -> None:
