@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 
+from conversations import Conversations
 from kvferry.store.eviction.table import POLICIES, make_eviction_policy
 from kvferry.store.trace.comparison import Comparison, compare, compare_file
-from kvferry.store.trace.workload import Conversations
 from report import print_machine, save
 
 MILLION = 10**6

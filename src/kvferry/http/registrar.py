@@ -20,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.core import entropy
+from kvferry.core.backoff import doubling_waits
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, ProtocolError, Unavailable
 from kvferry.core.keys import shared_token
 from kvferry.core.messages.registration import (
@@ -272,9 +273,8 @@ class RegisteredServer:
 class _Router:
     """One router, and its last answer."""
 
-    max_wait_s = 3.0
-    """Bounds of the wait before a retry at a router that did not answer; it doubles each time."""
-    first_wait_s = 0.25
+    retry_waits_s = (0.5, 3.0)
+    """The first and the longest wait before a retry at a router that did not answer."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
@@ -284,14 +284,14 @@ class _Router:
         self.lost = False
         """True if the last attempt got no answer, or a refusal."""
         self._last_error: str | None = ""
-        self._wait_s = self.first_wait_s
+        self._waits = doubling_waits(*self.retry_waits_s)
 
     def on_registered(self, answer: Registered, role: Role) -> float:
         """Record the router's answer; returns the seconds until the next report."""
         self.lost, self.drained = False, answer.state == "drained"
         if self._last_error is not None:
             logger.info("registered at %s for %s", self.origin, role)
-        self._last_error, self._wait_s = None, self.first_wait_s
+        self._last_error, self._waits = None, doubling_waits(*self.retry_waits_s)
         return min(max(answer.lease_s / _RENEWALS_PER_LEASE, _MIN_RENEWAL_S), _MAX_RENEWAL_S)
 
     def on_failure(self, error: Exception) -> float:
@@ -302,8 +302,7 @@ class _Router:
         if trouble != self._last_error:
             logger.warning("not registered at %s: %s", self.origin, trouble, exc_info=None if expected else error)
         self._last_error = trouble
-        self._wait_s = min(2 * self._wait_s, self.max_wait_s)
-        return self._wait_s
+        return next(self._waits)
 
 
 def _error_message(content: bytes) -> str:

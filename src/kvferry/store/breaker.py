@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from kvferry.core.backoff import doubling_waits
 from kvferry.core.errors import KvferryError
 
 log = logging.getLogger(__name__)
@@ -54,10 +55,8 @@ class Breaker:
             await asyncio.wait({self._probing}, timeout=1.0)
 
     async def _probe_until_it_answers(self) -> None:
-        pause_s = self._first_pause_s
-        while True:
+        for pause_s in doubling_waits(self._first_pause_s, self._max_pause_s):
             await asyncio.sleep(pause_s)
-            pause_s = min(self._max_pause_s, 2 * pause_s)
             try:
                 async with asyncio.timeout(self.probe_s):
                     await self._probe()

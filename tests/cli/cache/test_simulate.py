@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.conversations import Conversations
 from kvferry.cli.main import main
 from kvferry.store.eviction.table import eviction_names
 from kvferry.store.trace.records import write_trace
-from kvferry.store.trace.workload import Conversations
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
 from kvferry.router.body import RequestBody
 from kvferry.router.instances.instance import NotProbed, VllmFacts
-from kvferry.router.protocols.choose import can_pair, can_pair_by_keys
+from kvferry.router.protocols.choose import can_pair, unpaired_by_keys_reason
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, ticket
 from router.request.test_hand_off import BODY, get, post
 
@@ -148,8 +148,8 @@ def pairs() -> Iterator[tuple[Any, Any, bool]]:
 
 @pytest.mark.parametrize(("prefill", "decode", "fits"), list(pairs()))
 def test_pairs_by_keys(prefill: Any, decode: Any, fits: bool) -> None:
-    assert can_pair_by_keys(prefill, decode) is fits
-    assert can_pair_by_keys(decode, prefill) is fits
+    assert (not unpaired_by_keys_reason(prefill, decode)) is fits
+    assert (not unpaired_by_keys_reason(decode, prefill)) is fits
 
 
 def test_instances_that_cannot_reach_each_other_pair_by_keys() -> None:
@@ -157,5 +157,5 @@ def test_instances_that_cannot_reach_each_other_pair_by_keys() -> None:
     p = InstanceFacts(connector="MultiConnector", keeps_keys=True, tickets=writes, role="prefill")
     d = InstanceFacts(connector="MultiConnector", keeps_keys=True, tickets=reads, role="decode")
     assert not can_pair(p, d)
-    assert can_pair_by_keys(p, d)
-    assert not can_pair_by_keys(d, p)
+    assert not unpaired_by_keys_reason(p, d)
+    assert unpaired_by_keys_reason(d, p)

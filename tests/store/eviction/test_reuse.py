@@ -6,13 +6,13 @@ from collections import OrderedDict
 
 import pytest
 
+from benchmarks.conversations import Conversations
 from kvferry.store.eviction.base import EvictionPolicy
 from kvferry.store.eviction.leaf_lru import LeafLru
 from kvferry.store.eviction.learned import LearnedPolicy
 from kvferry.store.eviction.reuse import Reuse
 from kvferry.store.trace.caches import PolicyCache
 from kvferry.store.trace.records import TraceRequest
-from kvferry.store.trace.workload import Conversations
 from support.drifting import DRIFTS, drifting
 
 MAX_LOST = {10_000: 0.004, 40_000: 0.003}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.conversations import Conversations
 from kvferry.core.errors import ConfigError
 from kvferry.store.eviction.base import Key
 from kvferry.store.eviction.lru import Lru
@@ -14,7 +15,6 @@ from kvferry.store.eviction.table import POLICIES
 from kvferry.store.trace.caches import NextUses, OptimalCache, PolicyCache
 from kvferry.store.trace.comparison import Comparison, compare, compare_file
 from kvferry.store.trace.records import TraceRequest, write_trace
-from kvferry.store.trace.workload import Conversations
 from support.examples import examples
 
 MILLION = 10**6

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvferry.core.backoff import doubling_waits
+
 NUM_EMPTY_STEPS = 2
 """Steps without work before the first pause: with asynchronous scheduling, the results of as many steps are pending."""
 
@@ -28,7 +30,7 @@ class IdlePause:
 
     def __init__(self, max_s: float = 0.02, sleep: Callable[[float], None] = time.sleep) -> None:
         self.max_s, self._sleep = max_s, sleep
-        self._num_empty = 0
+        self._num_empty, self._pauses = 0, doubling_waits(self.first_s, max_s)
         self._users: set[str] = set()
         self._reports: dict[str, bool] = {}
 
@@ -49,12 +51,11 @@ class IdlePause:
 
     def _step(self, *, has_work: bool) -> None:
         if has_work or not self.max_s:
-            self._num_empty = 0
+            self._num_empty, self._pauses = 0, doubling_waits(self.first_s, self.max_s)
             return
         self._num_empty += 1
-        doublings = self._num_empty - NUM_EMPTY_STEPS - 1
-        if doublings >= 0:
-            self._sleep(min(self.first_s * 2 ** min(doublings, 16), self.max_s))
+        if self._num_empty > NUM_EMPTY_STEPS:
+            self._sleep(next(self._pauses))
 
 
 @dataclass(frozen=True)

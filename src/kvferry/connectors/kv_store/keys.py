@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvferry.connectors.kv_store.plan import StoreKeys
+from kvferry.core.backoff import doubling_waits
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, StoreError
@@ -29,8 +30,6 @@ log = logging.getLogger(__name__)
 
 MAX_CONCURRENT_NOTES = 16
 """Notes of one request that are read or written at the same time."""
-FIRST_POLL_S, MAX_POLL_S = 0.002, 0.1
-"""Pauses before missing keys are looked up again: each is twice as long as the one before (s)."""
 Item = TypeVar("Item")
 
 
@@ -144,10 +143,9 @@ class StoredKeys:
     async def _wait_for(self, stores: Sequence[TieredStore], lookup: KeyLookup, key: str) -> bool:
         """Wait until one of the missing keys is stored; polling one costs less than polling all. False: the deadline
         has passed."""
-        pause_s = FIRST_POLL_S
+        pauses = doubling_waits(0.002, 0.1)
         while (left_s := lookup.deadline - self._clock.monotonic()) > 0:
-            await asyncio.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, MAX_POLL_S)
+            await asyncio.sleep(min(next(pauses), left_s))
             if all([await self._exists(store, lookup.tenant, key) for store in stores]):
                 return True
         return False

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
+from kvferry.core.backoff import doubling_waits
 from kvferry.fleet.control.facts import Failure, ObservedInstance, Phase
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, seconds
 
 SETTLED_S = 60.0
 """Seconds that a member must have served to have recovered: failures before that count no longer."""
-
-_MAX_DOUBLINGS = 64
-"""A longer wait than any in a spec; beyond 1,023 the float overflows."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def start_backoff(
     if len(row) >= failing.crash_loop:
         return StartBackoff(f"failed {_times(len(row))}, and is not started again: {row[-1].reason}", is_permanent=True)
     first, longest = map(seconds, failing.backoff)
-    wait_s = row[-1].at + min(first * 2.0 ** min(len(row) - 1, _MAX_DOUBLINGS), longest) - now
+    wait_s = row[-1].at + next(islice(doubling_waits(first, longest), len(row) - 1, None)) - now
     if wait_s <= 0:
         return None
     return StartBackoff(f"failed {_times(len(row))}, next start in {wait_s:.1f} s: {row[-1].reason}")

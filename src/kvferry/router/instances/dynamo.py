@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.core.backoff import doubling_waits
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.messages.dynamo import SCHEME, BridgeSettings, DynamoEndpoint, WorkerNews, parse_endpoint
@@ -75,7 +76,7 @@ class DynamoWorkers:
         if not self._endpoints:
             return
         async with self._helper_lock():
-            wait_s = 0.25
+            waits = doubling_waits(0.25, self._max_wait_s)
             while True:
                 begun = self._clock.monotonic()
                 try:
@@ -85,8 +86,9 @@ class DynamoWorkers:
                     logger.error("the helper for Dynamo's workers cannot be started: %s", error)
                 finally:
                     self._forget_all()
-                wait_s = 0.25 if self._clock.monotonic() - begun > self._max_wait_s else wait_s * 2
-                await asyncio.sleep(min(wait_s, self._max_wait_s))
+                if self._clock.monotonic() - begun > self._max_wait_s:
+                    waits = doubling_waits(0.25, self._max_wait_s)
+                await asyncio.sleep(next(waits))
 
     @asynccontextmanager
     async def _helper_lock(self) -> AsyncIterator[None]:

@@ -6,8 +6,6 @@ import msgspec
 
 from kvferry.core.messages.traffic import FleetPlan
 
-NO_PLAN = b"{}"
-
 
 class SharedFleetPlan:
     """The fleet's plan, shared by all routers of the port; `Membership` writes it."""

@@ -104,11 +104,6 @@ def unpaired_reason(prefill: Facts, decode: Facts) -> str:
     return ""
 
 
-def can_pair_by_keys(prefill: Facts, decode: Facts) -> bool:
-    """True if P can hand off to D by keys in a store, as far as their facts say (`unpaired_by_keys_reason`)."""
-    return not unpaired_by_keys_reason(prefill, decode)
-
-
 def unpaired_by_keys_reason(prefill: Facts, decode: Facts) -> str:
     """Why one cannot hand off to the other by keys in a store; empty if it can, as far as is known: both are
     `are_compatible` and keep keys, and were not started for the other role. Whether they share the store is not known:
