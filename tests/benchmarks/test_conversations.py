@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.conversations import Conversations
 from kvferry.core.errors import ConfigError
-from kvferry.store.trace.workload import Conversations
 
 SHORT = Conversations(duration_s=300.0)
 
