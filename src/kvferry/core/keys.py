@@ -38,6 +38,7 @@ from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.folders.cache_dirs import user_cache_dirs
+from kvferry.core.peer_message import PeerMessage
 from kvferry.core.settings.environment import AUTH_TOKEN
 
 Purpose = Literal["probe", "release", "operate", "register"]
@@ -66,7 +67,7 @@ def derive(secret: str, purpose: str) -> bytes:
 # The client's side.
 
 
-class Challenge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Challenge(PeerMessage, frozen=True):
     """A server's answer to a nonce: its name, its time in nanoseconds, and the proof that it holds the secret."""
 
     server: str

@@ -57,17 +57,19 @@ class Display(Protocol):
         """End the display, and restore the terminal."""
 
 
-def make_display(log: LogConfig = TEXT) -> Display:
-    """JSON objects if logs are JSON, progress bars on a terminal, otherwise plain lines."""
+def make_display(log: LogConfig = TEXT, *, announces: bool = True) -> Display:
+    """JSON objects if logs are JSON, progress bars on a terminal, otherwise plain lines. `announces`: print the URL at
+    which everything serves."""
     if log.log_format == "json":
-        return JsonDisplay()
-    return BarDisplay() if sys.stderr.isatty() else PlainDisplay()
+        return JsonDisplay(announces=announces)
+    return BarDisplay(announces=announces) if sys.stderr.isatty() else PlainDisplay(announces=announces)
 
 
 class PlainDisplay:
     """Plain lines. Of progress, only the beginning of each step is shown."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, announces: bool = True) -> None:
+        self._announces = announces
         self._last: dict[str, str] = {}
 
     def starting(self, names: Sequence[str]) -> None:
@@ -86,7 +88,8 @@ class PlainDisplay:
             self.note(line)
 
     def up(self, url: str) -> None:
-        _write_line(f"kvferry is up: {url}", to_stdout=True)
+        if self._announces:
+            _write_line(f"kvferry is up: {url}", to_stdout=True)
 
     def line(self, name: str, text: str) -> None:
         _write_line(f"[{name}] {text}")
@@ -135,7 +138,8 @@ class ReportingDisplay(PlainDisplay):
 class BarDisplay:
     """A progress bar for each process while they start; log lines scroll above."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, announces: bool = True) -> None:
+        self._announces = announces
         self._console = Console(stderr=True, highlight=False)
         self._bars: Bars | None = None
         self._tasks: dict[str, TaskID] = {}
@@ -172,8 +176,9 @@ class BarDisplay:
 
     def up(self, url: str) -> None:
         self._end_bars()
-        _write_line(f"kvferry is up: {url}", to_stdout=True)
-        self.note("Ctrl-C ends everything")
+        if self._announces:
+            _write_line(f"kvferry is up: {url}", to_stdout=True)
+            self.note("Ctrl-C ends everything")
 
     def line(self, name: str, text: str) -> None:
         colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])

@@ -136,6 +136,25 @@ def test_with_an_engine_of_its_own_which_ends_with_it(model_maker: ModelMaker, t
     assert not [one for one in everything if str(folder) in " ".join(one.info["cmdline"] or ())]
 
 
+def test_its_own_engine_starts_quietly_and_says_in_one_line_why_it_does_not(
+    model_maker: ModelMaker, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVFERRY_VERBOSE", raising=False)
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
+    own = ("--model", str(model_maker("llama", max_position_embeddings=1024)), "--block-size=16")
+    store = f"--store=file:{tmp_path}/store"
+    done = run("cache", "warm", str(document), *own, store, "--kv-cache-memory=16MiB")
+    assert done.returncode == 0, done.stderr
+    *progress, ready = done.stderr.splitlines()
+    assert ready.startswith("✓ both-0")
+    assert all(line.startswith("· both-0") for line in progress)  # where the start takes long
+    assert document.name in done.stdout.replace("\n", "")
+    done = run("cache", "warm", str(document), *own, store, "--kv-cache-memory=1KiB")
+    line = done.stderr.splitlines()[-1]
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line.startswith("kvferry: error: both-0: the KV cache needs at least two blocks")
+
+
 def test_a_store_that_is_too_small_is_told(model_maker: ModelMaker, tmp_path: Path, document: Path) -> None:
     model, config = model_maker("llama", max_position_embeddings=1024), transfer(f"file:{tmp_path}/kv?max_bytes=40kB")
     with instance(model, tmp_path / "log", config) as running:

@@ -163,3 +163,14 @@ async def test_an_operator_neither_removes_nor_reassigns_what_a_controller_decid
             assert status == 409
             assert "belongs to a fleet" in told["error"]["message"]
         assert (await change(url, "remove", instance="decode-0", force=True))[0] == 200
+
+
+async def test_a_controller_of_a_newer_release_declares_instances_to_an_older_router() -> None:
+    one = a_decode()
+    async with instances(one), routing([], [], HTTP, **SOON) as (_, url):
+        plan = {"desired": {"decode": 1}, "of_the_next_release": 1}
+        newer = declared("a", one, of_the_next_release={"b": [1]})
+        status, told = await declare(url, newer, plan=plan, of_the_next_release=True)
+        assert (status, sorted(told)) == (200, ["a"])
+        status, error = await declare(url, declared("a", one, role="decoder"))
+        assert (status, error["param"]) == (400, None)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Parameter
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -215,7 +216,11 @@ class _Report:
         if self.as_json:
             sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(self.outcomes)) + b"\n")
         else:
-            Console(file=sys.stdout).print(_table(self.outcomes))
+            console = Console(file=sys.stdout, highlight=False)
+            console.print(_table(self.outcomes))
+            for outcome in self.outcomes:
+                for text in [outcome.error] if outcome.error else _missing(outcome):
+                    console.print(f"✗ {outcome.document}: {text}", markup=False, soft_wrap=True)
         return int(any(outcome.error is not None for outcome in self.outcomes))
 
     def _started(self) -> Progress:
@@ -231,10 +236,9 @@ def _table(outcomes: list[Outcome]) -> Table:
     table.add_column("document", overflow="fold")
     for name in ("tokens", "blocks", "there before", "kept", "pinned"):
         table.add_column(name, justify="right")
-    table.add_column("", overflow="fold")
     for outcome in outcomes:
         figures = (outcome.num_tokens, outcome.num_blocks, outcome.num_before, outcome.num_kept, outcome.num_pinned)
-        table.add_row(outcome.document, *map(str, figures), outcome.error or "; ".join(_missing(outcome)))
+        table.add_row(escape(outcome.document), *map(str, figures))
     return table
 
 

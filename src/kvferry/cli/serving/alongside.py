@@ -8,12 +8,16 @@ from functools import partial
 from typing import Any
 
 from kvferry.cli.serving.attended import AttendedFleet
+from kvferry.cli.terminal.display import open_display
+from kvferry.cli.terminal.summary import summary_of
 from kvferry.core.errors import Unavailable
 from kvferry.core.keys import fleet_token
-from kvferry.fleet.display import Display, make_display
+from kvferry.fleet.display import Display
 from kvferry.fleet.processes.recipe import recipe_of
 from kvferry.fleet.spec.fleet_settings import FleetSettings, fleet_of
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.models.digest_cache import DigestCache
+from kvferry.observe.logs import set_up_logging
 
 ENDPOINT = ""
 """The key of the fleet's own endpoint among the URLs of its instances."""
@@ -23,17 +27,27 @@ Job = Callable[[Mapping[str, str]], Coroutine[Any, Any, None]]
 
 
 async def run_alongside(name: str, settings: FleetSettings, job: Job) -> None:
-    """Run a fleet and a job beside it, which begins when the fleet is up; whichever is done ends the other. Raises what
-    the job raises, and `Unavailable` if the fleet ends first."""
+    """Run a fleet and a job of command `name` beside it, which begins when the fleet is up; whichever is done ends the
+    other. Raises what the job raises, and `Unavailable` if the fleet ends first."""
+    display = open_display(settings.log, summary_of(name, settings.listen, settings.access, has_block=False), name)
+    try:
+        await _run(fleet_of(name, settings), settings.listen.grace_s, job, display)
+    finally:
+        display.close()
+        set_up_logging(settings.log, name)
+
+
+async def _run(desired: DesiredFleet, grace_s: float, job: Job, display: Display) -> None:
     DigestCache()  # logs what is wrong with it, if anything
     up: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
     token = fleet_token()
+    watched = _Watched(display, up)
     fleet = AttendedFleet(
-        fleet_of(name, settings),
+        desired,
         partial(recipe_of, token=token),
-        _Quiet(make_display(settings.log), up),
+        watched,
         token=token,
-        grace_s=settings.listen.grace_s,
+        grace_s=grace_s,
     )
     serving = asyncio.create_task(fleet.run())
     working = asyncio.create_task(_run_when_up(up, job))
@@ -42,7 +56,7 @@ async def run_alongside(name: str, settings: FleetSettings, job: Job) -> None:
         if fleet.stop_requested or not working.done():  # instances that end let a job fail
             if await serving in (0, 130):
                 raise KeyboardInterrupt
-            raise Unavailable("the engine exited; its last log lines give the reason")
+            raise Unavailable(watched.reason or "the engine exited; --verbose shows its log")
         working.result()
     finally:
         working.cancel()
@@ -54,12 +68,14 @@ async def _run_when_up(up: asyncio.Future[Mapping[str, str]], job: Job) -> None:
     await job(await up)
 
 
-class _Quiet:
-    """A display that does not show that requests are answered; it sets `up` instead."""
+class _Watched:
+    """A display that also sets `up` when the fleet is up. It stays open when the fleet has ended. `reason`: why it did,
+    for whoever reports it."""
 
     def __init__(self, inner: Display, up: asyncio.Future[Mapping[str, str]]) -> None:
         self._inner, self._up = inner, up
         self._urls: dict[str, str] = {}
+        self.reason = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -69,6 +85,15 @@ class _Quiet:
         self._inner.ready(name, url)
 
     def up(self, url: str) -> None:
-        self._inner.close()
+        self._inner.up(url)
         if not self._up.done():
             self._up.set_result({**self._urls, ENDPOINT: url})
+
+    def error(self, text: str) -> None:
+        self.reason = text
+
+    def stopping(self, text: str) -> None:
+        """Ignored: the job is done."""
+
+    def close(self) -> None:
+        """Does nothing: `run_alongside` closes the display."""

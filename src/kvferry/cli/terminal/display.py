@@ -41,7 +41,7 @@ def open_display(log: LogConfig, summary: ServeSummary, name: str = "supervisor"
     )
     if file is None:
         set_up_logging(log, name)
-        return _recorded(make_display(log), summary, None)
+        return _recorded(make_display(log, announces=summary.has_block), summary, None)
     display = QuietDisplay(summary, file)
     set_up_logging(log, name, DisplayHandler(display.own_line, TextFormatter()))
     return _recorded(display, summary, file.path)
@@ -177,7 +177,7 @@ class QuietDisplay:
     def close(self) -> None:
         self._end_bars()
         self._end_live()
-        if self._is_up and not self._is_stopping:
+        if self._is_up and not self._is_stopping and self._summary.has_block:
             self._print("Stopped.")
         self._file.close()
         logging.getLogger().handlers[:] = [

@@ -1,5 +1,4 @@
-"""The report of a kvferry instance at GET /kvferry/instance: the engine's server writes it, routers read it. Both must
-be of the same release: a response that cannot be decoded is rejected."""
+"""The report of a kvferry instance at GET /kvferry/instance: the engine's server writes it, routers read it."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from msgspec import Meta
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ProtocolError
 from kvferry.core.messages.hand_off import RankAddress
+from kvferry.core.peer_message import PeerMessage
 
 
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 
 
-class EventsAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EventsAddress(PeerMessage, frozen=True, kw_only=True):
     """The endpoints at which an instance publishes its KV events, and replays them."""
 
     endpoint: str
@@ -48,7 +48,7 @@ def _at_host(endpoint: str, host: str) -> str:
     return endpoint.replace("//0.0.0.0:", f"//{name}:").replace("//[::]:", f"//{name}:")
 
 
-class TicketKinds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TicketKinds(PeerMessage, frozen=True, kw_only=True):
     """The kinds of tickets that a connector writes for D, and those with which it finds KV as D. None: not
     known, as with connectors of other packages that do not name them."""
 
@@ -64,7 +64,7 @@ class TicketKinds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.writes is None or theirs.reads is None or not set(self.writes).isdisjoint(theirs.reads)
 
 
-class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class InstanceFacts(PeerMessage, frozen=True, kw_only=True):
     """`kv_host`, `kv_port`: the control address of rank 0, empty and 0 if it has none; `kv_ranks`: the addresses of all
     its ranks, if there are several; `kv_seal`: for tickets that a router makes of these addresses."""
 
@@ -98,7 +98,7 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_model_len: Number = 0
     max_num_seqs: Number = 0
     """Max number of requests that it runs at a time; 0: not reported."""
-    model_names: list[str] = []
+    model_names: list[str] = msgspec.field(default_factory=list)
 
     def can_serve_as(self, part: Literal["prefill", "decode"]) -> bool:
         """True if the instance can take this role in a hand-off: it has a connector that hands off, and was not started
@@ -121,12 +121,12 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def read_facts(content: bytes) -> InstanceFacts:
-    """Decode an instance's answer. Raises `ProtocolError` for anything that no instance of this release sends."""
+    """Decode an instance's answer. Raises `ProtocolError` if it is none, or lacks a name."""
     try:
         facts = msgspec.json.decode(content, type=InstanceFacts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(
-            f"what it says about itself is not understood: {error}; run the same release everywhere"
+            f"its report at /kvferry/instance cannot be read: {error}; update the older one of instance and router"
         ) from error
     if not facts.engine_id or not facts.model_names:
         raise ProtocolError("it says of itself neither which engine nor which model it is")

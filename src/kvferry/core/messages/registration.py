@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvferry.core.peer_message import PeerMessage
+
 REGISTER_PATH = "/kvferry/instances/register"
 
 MAX_MESSAGE = 16 * 1024
@@ -16,7 +18,7 @@ State = Literal["up", "draining", "gone"]
 _Name = Annotated[str, msgspec.Meta(max_length=128)]
 
 
-class Announcement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Announcement(PeerMessage, frozen=True, kw_only=True):
     """An instance's report of itself. `process` names its process; `engine_id` is empty if the engine has none;
     `bootstrap_port`: as in `--bootstrap-port`."""
 
@@ -28,7 +30,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
 
-class Registered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Registered(PeerMessage, frozen=True, kw_only=True):
     """A router's answer. `lease_s`: how long the registration holds; `state`: what the router does with the
     instance."""
 

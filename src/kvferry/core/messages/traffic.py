@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from kvferry.core.peer_message import PeerMessage
+
 MAX_OBSERVED = 4096
 """Requests that a router remembers."""
 
@@ -38,7 +40,7 @@ class RequestObservation(msgspec.Struct, array_like=True):
     beside: float = 0.0
 
 
-class TrafficReport(msgspec.Struct, frozen=True):
+class TrafficReport(PeerMessage, frozen=True):
     """The response of GET /kvferry/traffic, from one router. `now`: its clock, seconds since 1970. `num_arrived`:
     requests for a completion since it began, counted on arrival. `num_waiting`: requests that wait for an instance to
     start. `requests`: the last placed requests, oldest first."""
@@ -49,7 +51,7 @@ class TrafficReport(msgspec.Struct, frozen=True):
     requests: list[RequestObservation]
 
 
-class Decided(msgspec.Struct, frozen=True):
+class Decided(PeerMessage, frozen=True):
     """One decision about a fleet. `at`: seconds since 1970."""
 
     at: float
@@ -57,7 +59,7 @@ class Decided(msgspec.Struct, frozen=True):
     why: str
 
 
-class FleetPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+class FleetPlan(PeerMessage, frozen=True, omit_defaults=True):
     """The response of GET /kvferry/plan: a fleet's desired state, and why. `desired`: instances by role.
     `disaggregate_from`: uncached tokens from which prompts are computed on prefill instances; None: routers decide.
     `attained`: the share of requests that is expected within the targets. `starts_s`: seconds that an instance takes to

@@ -12,6 +12,7 @@ import msgspec
 from kvferry.core.errors import KvferryError
 from kvferry.core.keys import http_secret
 from kvferry.core.messages.traffic import PLAN_PATH, TRAFFIC_PATH, FleetPlan, TrafficReport
+from kvferry.core.peer_message import PeerMessage
 from kvferry.fleet.control.backend import Member
 from kvferry.fleet.scaling.traffic import DecodeCapacity
 from kvferry.http.client.http_client import HttpClient
@@ -27,14 +28,14 @@ _ASK_S, _SILENT_ROUTER_S = 5.0, 1.0
 others."""
 
 
-class ReportedLimits(msgspec.Struct, frozen=True):
+class ReportedLimits(PeerMessage, frozen=True):
     """The limits that an instance reports, as far as the fleet needs them."""
 
     num_kv_tokens: int = 0
     max_num_seqs: int = 0
 
 
-class RouterInstanceView(msgspec.Struct, frozen=True):
+class RouterInstanceView(PeerMessage, frozen=True):
     """An instance, as a router sees it. `in_flight`: that router's running requests there; `no_hand_off`: the reason
     why it takes part in no hand-off, empty if it does."""
 

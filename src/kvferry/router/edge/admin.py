@@ -8,6 +8,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError, InvalidRequest
 from kvferry.core.messages.traffic import FleetPlan
+from kvferry.core.peer_message import PeerMessage
 from kvferry.http.errors import Unauthorized
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
@@ -45,7 +46,7 @@ class Remove(msgspec.Struct, forbid_unknown_fields=True):
     force: bool = False
 
 
-class DeclaredInstance(msgspec.Struct, forbid_unknown_fields=True):
+class DeclaredInstance(PeerMessage, frozen=True):
     """An instance of a fleet. `unit`: it hands off within this unit only; `revision` names its settings."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
@@ -57,7 +58,7 @@ class DeclaredInstance(msgspec.Struct, forbid_unknown_fields=True):
     draining: bool = False
 
 
-class Declaration(msgspec.Struct, forbid_unknown_fields=True):
+class Declaration(PeerMessage, frozen=True):
     """PUT /kvferry/instances: all instances of a fleet, and its plan. Without `instances`, only the plan is replaced,
     as another controller starts the instances."""
 
