@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.sim.traffic import read_traffic
-from support.processes import AUTH_TOKEN, Cluster, cluster
+from support.processes import AUTH_TOKEN, Cluster, cluster, kvferry
 
 pytestmark = pytest.mark.processes
 
@@ -100,6 +100,31 @@ def test_status_checks_every_instance(fleet: Cluster) -> None:
     gone = run("status", "http://127.0.0.1:1")
     assert gone.returncode == 1
     assert "✗" in gone.stdout
+
+
+def test_a_stranger_sees_the_instances_and_how_to_have_them_checked(fleet: Cluster) -> None:
+    done = run("status", fleet.router.url, KVFERRY_AUTH_TOKEN="the token of another deployment")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("not checked") == 2
+    assert "KVFERRY_AUTH_TOKEN" in done.stdout
+    assert all(process.url not in done.stdout for process in (*fleet.prefill, *fleet.decode))
+
+
+def test_status_and_doctor_name_what_is_down_behind_a_router(tmp_path: Path) -> None:
+    with kvferry(
+        "router", "--prefill-url=http://127.0.0.1:1", "--decode-url=http://127.0.0.1:2", log=tmp_path / "log"
+    ) as router:
+        done = run("status", router.url)
+        assert done.returncode == 1
+        assert [line.split()[:3] for line in done.stdout.splitlines() if "-0" in line] == [
+            ["P", "prefill-0", "down"],
+            ["D", "decode-0", "down"],
+        ]
+        found = run("doctor", router.url, "--json")
+        assert found.returncode == 1
+        by_text = {finding["text"]: finding["remedy"] for finding in json.loads(found.stdout)}
+        assert by_text[f"{router.url}: 1 P, 1 D, 0 up"] == f"kvferry status {router.url}"
+        assert "nothing is handed off: no prefill instance is up" in by_text
 
 
 def test_doctor_measures_what_hand_offs_carry(fleet: Cluster, tmp_path: Path) -> None:

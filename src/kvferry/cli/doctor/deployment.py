@@ -72,7 +72,7 @@ async def examine_deployment(
     num_prefill = sum(view.role == "prefill" for view in instances)
     up = [view for view in instances if view.alive]
     text = f"{url}: {num_prefill} P, {len(instances) - num_prefill} D, {len(up)} up"
-    yield good(text) if len(up) == len(instances) else problem(text, "kvferry status")
+    yield good(text) if len(up) == len(instances) else problem(text, f"kvferry status {url}")
     for view in instances:
         if view.no_hand_off:
             why = printable(view.no_hand_off)
@@ -83,9 +83,13 @@ async def examine_deployment(
     clocks = await _clock(url, servers)
     if clocks is not None:
         yield clocks
+    missing = [role for role in ("prefill", "decode") if not any(view.role == role for view in up)]
+    if missing:
+        yield unknown(f"nothing is handed off: no {missing[0]} instance is up")
+        return
     decoding = [view for view in up if view.role == "decode" and view.url]
-    if not num_prefill or not decoding:
-        yield unknown("nothing is handed off: there is no prefill instance" if not num_prefill else _NO_ADDRESSES)
+    if not decoding:
+        yield unknown(_NO_ADDRESSES)
         return
     async for finding in _hand_offs(url, servers, client, decoding, sends=sends):
         yield finding

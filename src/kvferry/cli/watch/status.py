@@ -122,6 +122,10 @@ def lines_of(deployment: Deployment) -> list[str]:
             lines.append(f"    {printable(result.problem)}")
         if view.no_hand_off:
             lines.append(f"    hands off nothing: {printable(view.no_hand_off)}")
+    if any(not result.is_checked and not result.instance.url for result in deployment.results):
+        lines.append(
+            "  Instances are checked for operators only: --admin-key KEY, or the deployment's KVFERRY_AUTH_TOKEN"
+        )
     if deployment.log:
         lines.append(f"  log {shortened(Path(deployment.log))}")
     return lines
