@@ -20,7 +20,7 @@ DYNAMO := $(if $(PART),dynamo,dynamo and not full)
 SGLANG := $(if $(PART),sglang,sglang and not full)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media install-clients install-schemas install-gateway install-helm install-triton demo pictures install-browser test test-all test-part test-fast test-vllm test-vllm-next test-dynamo test-sglang soak hunt check docs format bench gpu clean
+.PHONY: help install install-media install-clients install-schemas install-gateway install-helm install-compose install-triton demo pictures install-browser test test-all test-part test-fast test-vllm test-vllm-next test-dynamo test-sglang soak hunt check docs format bench gpu clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -44,6 +44,9 @@ install-gateway:  ## install Envoy, in a folder of its own; without it the tests
 
 install-helm:  ## install Helm, in a folder of its own; without it its test of charts is skipped
 	@scripts/install_helm.sh
+
+install-compose:  ## install Docker Compose, in a folder of its own; without it the test of compose.yaml is skipped
+	@scripts/install_compose.sh
 
 install-triton:  ## install Triton for `make gpu` without a GPU, in a folder of its own (1 GB)
 	@scripts/install_triton.sh
@@ -132,4 +135,4 @@ gpu: $(if $(GPU_PYTHON),,$(STAMP))  ## run, check and time kvferry on the GPUs h
 	@PYTHONPATH=benchmarks:src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(GPU_PYTHON),$(BIN)/python) -m gpu --steps '$(STEPS)'
 
 clean:  ## remove what the targets above made
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) .venv-litellm .venv-aiperf .venv-agents .venv-envoy .venv-helm .venv-triton build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) .venv-litellm .venv-aiperf .venv-agents .venv-envoy .venv-helm .venv-compose .venv-triton build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
