@@ -6,19 +6,18 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from kvferry.cli.doctor.finding import Finding, good, problem, unknown
+from kvferry.cli.doctor.hardware import examine_gpus, examine_rdma, hardware_here
 from kvferry.cli.home import compiler_version, instruction_set
 from kvferry.core.errors import ConfigError
 from kvferry.core.folders.cache_dirs import user_cache_dirs
 from kvferry.core.host.cgroups import Cgroups
-from kvferry.core.host.machine import has_gpu, num_cpus, usable_cores, usable_memory
+from kvferry.core.host.machine import num_cpus, usable_cores, usable_memory
 from kvferry.core.settings import environment
 from kvferry.core.settings.units import format_bytes
 from kvferry.fleet.backends.local.backend import memory_folder
@@ -27,7 +26,6 @@ LIBRARIES = ("torch", "transformers", "nixl", "mooncake-transfer-engine", "lmcac
 MIN_MEMORY, MIN_SHARED = 2 * 2**30, 256 * 2**20
 MIN_FILES = 4096
 _PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
-_TOOL_S = 5.0
 _PORT = 8000
 
 
@@ -40,8 +38,9 @@ def examine_machine(variables: Mapping[str, str] = os.environ) -> Iterator[Findi
     yield _files()
     yield _kernels(variables)
     yield _libraries()
-    yield from _gpus()
-    yield from _links(variables)
+    hardware = hardware_here(variables)
+    yield from examine_gpus(hardware)
+    yield from examine_rdma(hardware)
     yield from _proxy(variables)
     yield _port(_PORT)
 
@@ -115,38 +114,6 @@ def _libraries() -> Finding:
     return good(", ".join(versions))
 
 
-def _gpus() -> Iterator[Finding]:
-    if not has_gpu():
-        yield good("no GPU: kvferry's engine computes on the cores")
-        return
-    names = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
-    if names is None:
-        yield problem("there is a GPU's device, and nvidia-smi does not answer", "nvidia-smi")
-        return
-    for name in names.splitlines():
-        yield good(name)
-    links = _output("nvidia-smi", "topo", "-m") or ""
-    if len(names.splitlines()) > 1:
-        has_nvlink = any(f"NV{number}" in links for number in range(1, 19))
-        yield good("GPUs are joined by NVLink") if has_nvlink else unknown("GPUs are joined by PCIe, not NVLink")
-
-
-def _links(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """RDMA devices, and a NIXL that would move KV over TCP without saying so."""
-    devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    if devices:
-        yield good(f"RDMA: {', '.join(devices)}")
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if soft != resource.RLIM_INFINITY:
-            yield problem(f"at most {format_bytes(soft)} may be locked, which RDMA needs for KV", "ulimit -l unlimited")
-    with suppress(PackageNotFoundError):
-        nixl, selected = version("nixl"), variables.get("UCX_TLS", "")
-        if not devices:
-            yield unknown(f"NIXL {nixl} between machines goes over TCP: there is no RDMA device here")
-        elif selected and not any(name in selected for name in ("rc", "dc", "ud", "ib", "all", "^")):
-            yield problem(f"UCX_TLS={selected} leaves NIXL no RDMA: KV goes over TCP", "unset UCX_TLS")
-
-
 def _proxy(variables: Mapping[str, str]) -> Iterator[Finding]:
     name = next((name for name in _PROXIES if variables.get(name)), None)
     if name is None:
@@ -167,12 +134,3 @@ def _port(port: int) -> Finding:
         except OSError:
             return unknown(f"port {port} is in use; --port 0 takes a free one")
     return good(f"port {port} is free")
-
-
-def _output(*command: str) -> str | None:
-    """Standard output of a program; None if it is not there or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
