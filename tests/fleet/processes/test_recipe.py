@@ -257,3 +257,18 @@ def test_instances_of_a_fleet_with_targets_bound_their_steps_unless_a_flag_says_
     for spec in processes(made):
         assert settings_of(spec).engine.itl_target_s == target
     assert all(settings_of(spec).engine.itl_target_s is None for spec in processes(recipe()))
+
+
+def test_each_instance_computes_on_gpus_of_its_own_and_sees_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvferry's engine takes the first GPUs that it sees; P's memory is read from D's process, which must see them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    found = [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in processes(recipe())]
+    assert found == ["4,5,6,7", "6,7,4,5"]
+    found = [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in processes(recipe(prefill=3, decode=2))]
+    assert [devices.partition(",")[0] for devices in found] == ["4", "5", "6", "7", "4"]
+    replacement = recipe().instance("decode-7", "decode", 7, (0,))
+    assert replacement.environment["CUDA_VISIBLE_DEVICES"] == "6,7,4,5"
+    on_cpu = recipe(engine=EngineConfig(model="m", device="cpu"))
+    assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for spec in processes(on_cpu))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for spec in processes(recipe()))

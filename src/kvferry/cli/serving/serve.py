@@ -6,8 +6,6 @@ import os
 from dataclasses import replace
 from functools import partial
 
-import msgspec
-
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import (
     ACCESS,
@@ -38,8 +36,9 @@ from kvferry.cli.common import (
 )
 from kvferry.cli.flags import complete
 from kvferry.cli.serving.attended import run_attended
+from kvferry.cli.serving.counts import devices_here, with_default_counts
 from kvferry.cli.terminal.summary import ServeSummary, summary_of
-from kvferry.core.host.machine import has_gpu, num_cpus, usable_cores
+from kvferry.core.host.machine import num_cpus, usable_cores
 from kvferry.core.keys import fleet_token
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.cpu import parse_cores, thread_variables
@@ -74,7 +73,7 @@ def serve(
 ) -> int:
     r"""Serve a model on this machine, behind one OpenAI endpoint. Ctrl-C ends everything it started.
 
-    One prefill and one decode instance, where there are two cores, and a router in front:
+    One prefill and one decode instance, where there are two cores or GPUs, and a router in front:
 
         kvferry serve kvferry/tiny-python
 
@@ -111,11 +110,13 @@ def serve(
         restarts=complete(RestartPolicy, restarts),
         instance_access=complete(InstanceAccess, instance_access),
     )
+    counts = ""
     if ready_fd is None:
-        counted = _with_counts(spec, settings.engine, settings.choice, settings.instance)
+        devices = devices_here(spec, settings.engine)
+        counted, counts = with_default_counts(spec, settings.engine, settings.choice, settings.instance, devices)
         settings = replace(settings, spec=counted)
     if not settings.spec.is_split and settings.choice.engine == "kvferry" and settings.spec.backend == "local":
-        return _serve_one(settings, ready_fd)
+        return _serve_one(settings, ready_fd, counts)
     token = fleet_token()
     desired = fleet_of("kvferry", settings)
     make_recipe = partial(recipe_of, token=token)
@@ -137,34 +138,25 @@ def serve(
         grace_s=settings.listen.grace_s,
         ready_fd=ready_fd,
         log=settings.log,
-        summary=_summary(settings, is_drawn=settings.spec != spec),
+        summary=_summary(settings, counts),
     )
 
 
-def _with_counts(spec: FleetSpec, engine: EngineConfig, choice: EngineChoice, instance: InstanceSpec) -> FleetSpec:
-    """One prefill and one decode instance where no counts are given, and two cores are there for them. Instances on one
-    machine would share its first GPU, which one instance uses better."""
-    is_open = spec.prefill is None and spec.decode is None and spec.backend == "local" and choice.engine == "kvferry"
-    if not is_open or instance.kv_transfer_config is not None or instance.register or engine.tensor_parallel_size > 1:
-        return spec
-    if engine.device != "cpu" and has_gpu():
-        return spec
-    cores = usable_cores() if spec.cores is None else parse_cores(spec.cores, usable_cores())
-    return msgspec.structs.replace(spec, prefill=1, decode=1) if min(len(cores), num_cpus()) >= 2 else spec
-
-
-def _summary(settings: FleetSettings, *, is_drawn: bool) -> ServeSummary:
+def _title(settings: FleetSettings, counts: str) -> str:
+    """`counts`: the line about default numbers of instances, or empty."""
     spec, engine = settings.spec, settings.choice.engine
-    counts = f"{spec.num_prefill} P + {spec.num_decode} D" if spec.is_split else "one instance"
+    instances = f"{spec.num_prefill} P + {spec.num_decode} D" if spec.is_split else "one instance"
     name = "kvferry's engine" if engine == "kvferry" else engine
-    title = f"{settings.engine.model} · {counts} · {name}"
-    if is_drawn:
-        title += "\nOne prefill (P) and one decode (D) instance for two cores; --prefill 0: one."
+    return "\n".join(filter(None, (f"{settings.engine.model} · {instances} · {name}", counts)))
+
+
+def _summary(settings: FleetSettings, counts: str) -> ServeSummary:
+    spec = settings.spec
     return summary_of(
         "serve",
         settings.listen,
         settings.access,
-        title=title,
+        title=_title(settings, counts),
         models=settings.instance.served_model_name or (settings.engine.model,),
         has_page=(spec.is_split or spec.backend != "local")
         and settings.router.page
@@ -172,7 +164,7 @@ def _summary(settings: FleetSettings, *, is_drawn: bool) -> ServeSummary:
     )
 
 
-def _serve_one(settings: FleetSettings, ready_fd: int | None) -> int:
+def _serve_one(settings: FleetSettings, ready_fd: int | None, counts: str) -> int:
     """Run one instance as this process: it needs no fleet."""
     if settings.spec.cores is not None:
         cores = parse_cores(settings.spec.cores, usable_cores())
@@ -196,6 +188,12 @@ def _serve_one(settings: FleetSettings, ready_fd: int | None) -> int:
     models = settings.instance.served_model_name or (settings.engine.model,)
     has_page = settings.router.page and settings.access.admin_port is None
     summary = summary_of(
-        "serve", settings.listen, settings.access, models=models, has_page=has_page, page_views="load, chat"
+        "serve",
+        settings.listen,
+        settings.access,
+        title=_title(settings, counts),
+        models=models,
+        has_page=has_page,
+        page_views="load, chat",
     )
     return run_foreground(process, "engine", ready_fd, summary)

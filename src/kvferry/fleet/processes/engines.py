@@ -40,8 +40,8 @@ _VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 @dataclass(frozen=True, kw_only=True)
 class InstancePlacement:
     """One instance to start. `number`: unique among the members. `started_as`: `role`, or both if it can change.
-    `settings`: of its role; `keys`: those of kvferry's own settings in it. `devices`: variables of the devices that a
-    cluster's scheduler gave it."""
+    `settings`: of its role; `keys`: those of kvferry's own settings in it. `devices`: the variable
+    with its GPUs, if a cluster's scheduler or the recipe has chosen them."""
 
     name: str
     role: Role
@@ -140,6 +140,7 @@ class OwnEngine:
             settings=with_values(process, keys),
             environment={
                 **thread_variables(placement.num_threads),
+                **placement.devices,
                 TOKEN_VARIABLE: shared.token,
                 INSTANCE_VARIABLE: placement.name,
             },

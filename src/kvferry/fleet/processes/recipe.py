@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,7 @@ from kvferry.fleet.processes.engines import (
 from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
 from kvferry.fleet.processes.routers import RouterPlan
 from kvferry.fleet.processes.vllm.instances import VllmInstances
-from kvferry.fleet.processes.vllm.resources import DEVICES
+from kvferry.fleet.processes.vllm.resources import DEVICES, own_devices_first
 from kvferry.fleet.spec.fleet_settings import FleetSettings, role_keys, settings_of
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec
 from kvferry.fleet.spec.variables import flag_variables
@@ -150,10 +151,18 @@ class LocalRecipe:
             listen=listen,
             settings=role_spec,
             keys=role_keys(self.fleet, role),
-            devices={DEVICES: os.environ[DEVICES]} if self.node and DEVICES in os.environ else {},
+            devices=self._devices(number),
             node=self.node,
         )
         return process(self._engine, placement)
+
+    def _devices(self, number: int) -> Mapping[str, str]:
+        """The GPUs of an instance: those that a cluster's scheduler gave this process, or, with kvferry's own engine, a
+        share of this machine's. Servers of other engines divide them themselves."""
+        if self.node:
+            return {DEVICES: os.environ[DEVICES]} if DEVICES in os.environ else {}
+        is_own = self.fleet.engine.kind == "kvferry" and self.settings.engine.device != "cpu"
+        return own_devices_first(number, self.num_instances) if is_own else {}
 
     @cached_property
     def _engine(self) -> InstanceEngine:

@@ -74,8 +74,8 @@ class FleetSpec(Settings, frozen=True, kw_only=True):
     """Number of instances of each role on this machine."""
 
     prefill: Annotated[CountOrZero | None, COMMON] = None
-    """Number of prefill instances. With neither --prefill nor --decode, one of each where there are two cores and no
-    GPU, else one instance that does both phases; 0: one instance that does both."""
+    """Number of prefill instances. With neither --prefill nor --decode, one of each where there are two GPUs, or two
+    cores and no GPU, else one instance that does both phases; 0: one instance that does both."""
 
     decode: Annotated[CountOrZero | None, COMMON] = None
     """Number of decode instances. If only one of --prefill and --decode is given, the other is 1."""

@@ -24,7 +24,7 @@ from kvferry.fleet.processes.recipe import LocalRecipe
 from kvferry.fleet.processes.vllm import environment, instances
 from kvferry.fleet.processes.vllm.environment import VllmEnvironment, find_vllm
 from kvferry.fleet.processes.vllm.ports import SPACING, free_ports
-from kvferry.fleet.processes.vllm.resources import visible_devices
+from kvferry.fleet.processes.vllm.resources import share_devices, visible_devices
 from kvferry.fleet.processes.vllm.start import START
 from kvferry.fleet.spec.fleet_spec import MemberRole
 from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
@@ -258,6 +258,8 @@ def test_devices_are_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert found == ["2,3", "5,7"]
     found = [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in servers(fleet(prefill=4, decode=2))]
     assert found == ["2", "3", "5", "7", "2", "3"]
+    assert share_devices(["2", "3", "5", "7"], 5, 2) == ["5", "7"]  # the sixth member of a fleet of two: of a roll
+    assert share_devices(["2"], 5, 2) == ["2"]
     assert "CUDA_VISIBLE_DEVICES" not in servers(fleet(prefill=0, decode=0))[0].environment
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()

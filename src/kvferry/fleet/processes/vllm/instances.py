@@ -117,7 +117,7 @@ class VllmInstances:
         if transfer is not None and is_ours(transfer) and not environment.has_kvferry:
             raise ConfigError(
                 f"vLLM in the environment of {environment.python} does not know kvferry's connectors: install kvferry"
-                " there, or name a connector of vLLM's with --kv-transfer-config"
+                " there, name a connector of vLLM's with --kv-transfer-config, or start one server with --prefill 0"
             )
         if transfer is not None and names_password(text or ""):
             raise ConfigError(

@@ -40,11 +40,22 @@ def device_variables(index: int, num_instances: int) -> dict[str, str]:
 
 def share_devices(devices: Sequence[str], index: int, num_instances: int) -> Sequence[str]:
     """The same number of neighbouring devices for each; one each, in turn, if there are fewer devices than
-    instances."""
+    instances. Instances beyond `num_instances`, as in a roll, share the devices of the first ones."""
     each = len(devices) // num_instances
     if not each:
         return [devices[index % len(devices)]]
-    return devices[index * each : (index + 1) * each]
+    first = index % num_instances * each
+    return devices[first : first + each]
+
+
+def own_devices_first(index: int, num_instances: int) -> dict[str, str]:
+    """All GPUs, for an instance that computes on the first ones: its own, then the others, which it must see to read
+    their memory. Never run on a machine with several GPUs."""
+    devices = visible_devices(os.environ)
+    if num_instances < 2 or len(devices) < 2:
+        return {}
+    own = share_devices(devices, index, num_instances)
+    return {DEVICES: ",".join([*own, *(device for device in devices if device not in own)])}
 
 
 def visible_devices(environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]:
