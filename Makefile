@@ -20,7 +20,7 @@ DYNAMO := $(if $(PART),dynamo,dynamo and not full)
 SGLANG := $(if $(PART),sglang,sglang and not full)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media install-clients install-schemas install-gateway install-helm install-compose install-triton demo pictures install-browser test test-all test-part test-fast test-vllm test-vllm-next test-dynamo test-sglang soak hunt check docs format bench gpu clean
+.PHONY: help install install-media install-clients install-schemas install-gateway install-helm install-compose install-triton demo pictures diagrams install-browser test test-all test-part test-fast test-vllm test-vllm-next test-dynamo test-sglang soak hunt check docs format bench gpu clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -56,6 +56,9 @@ demo: $(STAMP)  ## serve a model with prefill and decode apart, and watch it wor
 
 pictures: $(STAMP)  ## make the pictures of the docs from a real run (needs scripts/install_browser.sh)
 	@$(BIN)/python scripts/pictures.py
+
+diagrams: $(STAMP)  ## draw the diagrams of the docs
+	@$(BIN)/python scripts/diagrams.py
 
 install-browser:  ## install Chromium and axe-core; without them the tests of the page are skipped
 	@scripts/install_browser.sh

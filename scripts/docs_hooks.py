@@ -9,7 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs_site import api, commands, connectors, environment, llms, metrics, repository, spec, vllm_api
+from docs_site import api, commands, connectors, drawings, environment, llms, metrics, repository, spec, vllm_api
 
 GENERATED = {
     "reference/commands.md": commands.page,
@@ -40,6 +40,11 @@ def on_page_markdown(markdown: str, page: Page, **more: Any) -> str:
     """Links to files of the repository lead to their place in the site."""
     _markdown[page.file.src_uri] = text = repository.with_links(markdown, page.file.src_uri)
     return text
+
+
+def on_page_content(html: str, **more: Any) -> str:
+    """Drawings become part of the page."""
+    return drawings.with_drawings(html)
 
 
 def on_post_build(config: MkDocsConfig, **more: Any) -> None:

@@ -7,9 +7,11 @@ several lengths, and takes screenshots of the page. Look at them before you comm
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -23,12 +25,15 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("tests", "benchmarks", "scripts")]
 
 from dashboard import wait_until_healthy  # noqa: E402
+from kvferry.cli.router_address import RouterAddress  # noqa: E402
+from kvferry.cli.watch.follow import events  # noqa: E402
+from kvferry.cli.watch.top import Top  # noqa: E402
 from support.browser import Browser, chromium  # noqa: E402
 from terminal_picture import recorded, write_picture  # noqa: E402
 
 MODEL = "kvferry/tiny-python"
 WORDS = ("def", "self", "return", "value", "for", "import", "None", "data")
-LOAD_S, PORT = 150, 8791
+LOAD_S, TOP_S, PORT = 150, 8, 8791
 
 
 def ask(url: str, num_words: int) -> None:
@@ -52,14 +57,25 @@ def load(url: str, until: float) -> None:
         time.sleep(random.random())
 
 
+async def top_picture(url: str) -> str:
+    """`kvferry top` after some updates, as the SVG that textual makes, without the fonts that it would fetch."""
+    address = RouterAddress(router=url)
+    top = Top(address.router, lambda: events(address))
+    async with top.run_test(size=(96, 18)):
+        await asyncio.sleep(TOP_S)
+        svg = top.export_screenshot(title=f"kvferry top {url}")
+    return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+
+
 def take(tab: Browser, url: str, folder: Path) -> None:
     """The screenshots."""
     tab.resize(1180, 1010)
     tab.open(url + "/")
     clients = threading.Thread(target=load, args=(url, time.monotonic() + LOAD_S))
     clients.start()
-    time.sleep(LOAD_S - 20)
+    time.sleep(LOAD_S - 30)
     tab.screenshot(folder / "page-fleet.png")
+    (folder / "top.svg").write_text(asyncio.run(top_picture(url)))
     tab.run("document.querySelector('#tab-requests').click()")
     tab.wait("return document.querySelector('#rows tr') !== null")
     script = "[...document.querySelectorAll('#rows tr')].find((row) => row.innerText.includes('→')).click()"

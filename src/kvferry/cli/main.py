@@ -109,7 +109,8 @@ app.command(cache)
 add_completion(app)
 app.command("kvferry.cli.client.record:trace", name="trace", sort_key=11)
 for sort_key, (name, function) in enumerate(_IMPORTED_WHEN_USED.items(), 8):
-    app.command(function, name=name, sort_key=sort_key)
+    # Its flags would otherwise be in the group of those that all commands have.
+    app.command(function, name=name, sort_key=sort_key, group_parameters=Group.create_default_parameters())
 
 
 @app.meta.default

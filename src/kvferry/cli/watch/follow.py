@@ -114,5 +114,5 @@ async def find(urls: Iterable[str]) -> str:
             return url
     raise ConfigError(
         "no router was found: none of this user's fleets runs, and none serves a page at ports"
-        f" {PORTS.start} to {PORTS.stop - 1}; give its URL, as in kvferry top http://127.0.0.1:8000"
+        f" {PORTS.start} to {PORTS.stop - 1}; give its URL, such as http://127.0.0.1:8000"
     )

@@ -37,7 +37,7 @@ def top(
         ),
     ] = None,
     *,
-    json: Annotated[bool, Parameter(help="Print the figures once, as JSON, after one update.")] = False,
+    json: Annotated[bool, Parameter(help="Print the figures once, as JSON, after one update.", negative=())] = False,
     admin_key: Annotated[str | None, Parameter(help="Admin key of the router, if it has one.")] = None,
     tls_ca: Annotated[Path | None, Parameter(help="Certificate authorities (PEM) of a router at https://.")] = None,
 ) -> int:
