@@ -37,7 +37,7 @@ FOREIGN = {
     "--attention-backend", "--sampling-backend", "--grammar-backend", "--cuda-graph-backend-decode",
     "--cuda-graph-backend-prefill", "--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle",
     "--mem-fraction-static", "--max-total-tokens", "--dp-size", "--enable-dp-attention",
-    "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
+    "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size", "--tp", "--pp", "--pp-size", "--dp",
     # of curl, Envoy and Valkey
     "--retry", "--retry-delay", "--retry-all-errors", "--concurrency", "--save", "--maxmemory",
     # of pip, docker, git, kubectl, helm, ray, compilers and Python's own tools

@@ -69,8 +69,8 @@ async def _run_when_up(up: asyncio.Future[Mapping[str, str]], job: Job) -> None:
 
 
 class _Watched:
-    """A display that also sets `up` when the fleet is up. It stays open when the fleet has ended. `reason`: why it did,
-    for whoever reports it."""
+    """A display that also sets `up` when the fleet is up, and stays open when it has ended. `reason`: the error that
+    ended it, empty for none."""
 
     def __init__(self, inner: Display, up: asyncio.Future[Mapping[str, str]]) -> None:
         self._inner, self._up = inner, up

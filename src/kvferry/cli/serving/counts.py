@@ -23,7 +23,7 @@ _PARALLEL_FLAGS = (
 
 @dataclass(frozen=True)
 class Devices:
-    """What instances compute on: GPUs if there are any, otherwise cores."""
+    """Devices that instances compute on: GPUs if there are any, otherwise cores."""
 
     num_cores: int
     num_gpus: int = 0
