@@ -138,4 +138,4 @@ gpu: $(if $(GPU_PYTHON),,$(STAMP))  ## run, check and time kvferry on the GPUs h
 	@PYTHONPATH=benchmarks:src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(GPU_PYTHON),$(BIN)/python) -m gpu --steps '$(STEPS)'
 
 clean:  ## remove what the targets above made
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) .venv-litellm .venv-aiperf .venv-agents .venv-envoy .venv-helm .venv-compose .venv-triton build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) .venv-litellm .venv-aiperf .venv-agents .venv-llamaindex .venv-envoy .venv-helm .venv-compose .venv-triton build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

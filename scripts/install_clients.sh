@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 declare -A requirements=(
 	[litellm]="litellm==1.106.2 mcp==2.3.0"
 	[aiperf]="aiperf==0.13.0"
+	[llamaindex]="llama-index-llms-openai-like==0.8.1"
 	[agents]="openai-agents==0.24.0 pydantic-ai-slim[openai]==2.38.0 instructor==1.17.0 langchain-openai==1.7.4"
 )
 [ $# -gt 0 ] || set -- "${!requirements[@]}"

@@ -33,6 +33,7 @@ ENVIRONMENTS = {
     "langchain": "agents",
     "pydantic-ai": "agents",
     "openai-agents": "agents",
+    "llama-index": "llamaindex",
 }
 """The environment that has each library; empty: that of the tests."""
 NUM_CALLS = int(os.environ.get("KVFERRY_CALLS", "60"))

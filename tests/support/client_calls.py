@@ -1,9 +1,10 @@
 """Structured answers, tool calls and texts by unmodified client libraries, whole and streamed, many at once.
 
-    python client_calls.py URL LIBRARY COUNT AT_ONCE
+    python client_calls.py URL LIBRARY COUNT AT_ONCE [CALL…]
 
-Prints one line: a JSON list of COUNT pairs of a call's name and its result, or the error's class and text. Call K is
-the library's call K modulo their number, and asks one of `NUM_QUESTIONS` questions.
+Prints one line: a JSON list of COUNT pairs of a call's name and its result, or the error's class and text. Calls are
+all of the library, or those that are named; call K is the one of their number K modulo their count, and asks one of
+`NUM_QUESTIONS` questions.
 """
 
 from __future__ import annotations
@@ -42,6 +43,15 @@ class Voyage(BaseModel):
     model_config = ConfigDict(extra="forbid")
     captain: Literal["Ada", "Grace"]
     legs: list[Leg] = Field(min_length=1, max_length=2)
+
+
+class Booking(BaseModel):
+    """The arguments of `book`."""
+
+    model_config = ConfigDict(extra="forbid")
+    captain: Literal["Ada", "Grace"]
+    harbour: Literal["Oslo", "Kiel"]
+    days: Literal[1, 2, 3]
 
 
 def book(captain: Literal["Ada", "Grace"], harbour: Literal["Oslo", "Kiel"], days: Literal[1, 2, 3]) -> str:
@@ -104,7 +114,7 @@ def with_openai(url: str) -> Calls:
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
 
     def chat(question: str, **options: Any) -> Any:
-        arguments = {"seed": 5, **LIMITS, "tools": [TOOL], **options}
+        arguments = {"seed": 5, **LIMITS, **options}
         return client.chat.completions.create(model="m", messages=user(question), **arguments)
 
     def parsed(question: str) -> Any:
@@ -145,26 +155,29 @@ def with_openai(url: str) -> Calls:
         return response("And then?", previous_response_id=first.id, tools=[tool], tool_choice="required")
 
     return {
-        "chat, schema": lambda question: chat(question, response_format=FORMAT, tools=[]).choices[0].message.content,
-        "chat, schema, streamed": lambda question: streamed(question, response_format=FORMAT, tools=[]),
+        "chat, schema": lambda question: chat(question, response_format=FORMAT).choices[0].message.content,
+        "chat, schema, streamed": lambda question: streamed(question, response_format=FORMAT),
         "chat, parsed": parsed,
         "chat, forced call": lambda question: [
             call.function.arguments
-            for call in chat(question, tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls
+            for call in chat(question, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+            .choices[0]
+            .message.tool_calls
         ],
         "chat, forced call, streamed": lambda question: streamed(
-            question, tool_choice={"type": "function", "function": {"name": "plan"}}, temperature=0.8
+            question,
+            tools=[TOOL],
+            tool_choice={"type": "function", "function": {"name": "plan"}},
+            temperature=0.8,
         ),
         "chat, reasoning, schema, streamed": lambda question: streamed(
-            question, response_format=FORMAT, tools=[], extra_body=THOUGHT
+            question, response_format=FORMAT, extra_body=THOUGHT
         ),
         "chat, reasoning, call, streamed": lambda question: streamed(
-            question, tool_choice="required", parallel_tool_calls=False, extra_body=THOUGHT
+            question, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, extra_body=THOUGHT
         ),
-        "chat, choices, streamed": lambda question: streamed(
-            question, n=3, response_format=FORMAT, tools=[], temperature=0.9
-        ),
-        "chat, text, streamed": lambda question: streamed(question, max_tokens=150, tools=[]),
+        "chat, choices, streamed": lambda question: streamed(question, n=3, response_format=FORMAT, temperature=0.9),
+        "chat, text, streamed": lambda question: streamed(question, max_tokens=150),
         "completion, expression, streamed": completion,
         "responses, parsed, streamed": parsed_response,
         "responses, forced call, streamed": lambda question: response(
@@ -389,6 +402,43 @@ def with_openai_agents(url: str) -> Calls:
     }
 
 
+def with_llama_index(url: str) -> Calls:
+    """Answers by schema, forced calls and texts, whole and streamed."""
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.prompts import PromptTemplate
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
+    server: dict[str, Any] = {"api_base": f"{url}/v1", "api_key": "none", "max_retries": 0, "timeout": TIMEOUT_S}
+    kind = {"is_chat_model": True, "is_function_calling_model": True, "should_use_structured_outputs": True}
+    model = OpenAILike(model="m", context_window=4000, **server, **kind, **LIMITS)
+    completions = OpenAILike(model="m", temperature=0.0, max_tokens=150, is_chat_model=False, **server)
+    tool = FunctionTool.from_defaults(book, fn_schema=Booking)
+
+    def forced_call(question: str) -> Any:
+        answer = model.chat_with_tools(
+            [tool], user_msg=question, tool_required=True, allow_parallel_tool_calls=False, strict=True
+        )
+        return [call.tool_kwargs for call in model.get_tool_calls_from_response(answer)]
+
+    def structured(question: str) -> Any:
+        template = PromptTemplate("{question}")
+        return model.structured_predict(Voyage, template, question=question).model_dump()
+
+    return {
+        "schema": structured,
+        "structured model": lambda question: (
+            model.as_structured_llm(Voyage).chat([ChatMessage(role="user", content=question)]).raw.model_dump()
+        ),
+        "forced call": forced_call,
+        "text, streamed": lambda question: [
+            part.message.content
+            for part in model.stream_chat([ChatMessage(role="user", content=question)], max_tokens=150)
+        ][-1],
+        "completion, streamed": lambda question: [part.text for part in completions.stream_complete(question)][-1],
+    }
+
+
 LIBRARIES: dict[str, Callable[[str], Calls]] = {
     "openai": with_openai,
     "anthropic": with_anthropic,
@@ -397,14 +447,15 @@ LIBRARIES: dict[str, Callable[[str], Calls]] = {
     "langchain": with_langchain,
     "pydantic-ai": with_pydantic_ai,
     "openai-agents": with_openai_agents,
+    "llama-index": with_llama_index,
 }
 
 
 def main() -> None:
     """Run the calls."""
-    url, library, count, at_once = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    url, library, count, at_once, *names = sys.argv[1:]
     calls = LIBRARIES[library](url)
-    names = list(calls)
+    names = names or list(calls)
 
     def run(number: int) -> list[Any]:
         name, question = names[number % len(names)], number // len(names) % NUM_QUESTIONS
@@ -415,8 +466,8 @@ def main() -> None:
         return [f"{name}, question {question}", result]
 
     threading.stack_size(2**20)
-    with ThreadPoolExecutor(at_once) as pool:
-        print(json.dumps(list(pool.map(run, range(count)))))
+    with ThreadPoolExecutor(int(at_once)) as pool:
+        print(json.dumps(list(pool.map(run, range(int(count))))))
 
 
 if __name__ == "__main__":

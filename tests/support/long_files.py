@@ -14,6 +14,8 @@ LONG_FILES = (
     "end_to_end/test_ranks_on_ray.py",
     "end_to_end/test_api_schema.py",
     "end_to_end/test_key_proxy.py",
+    "end_to_end/test_killed_decode.py",
+    "end_to_end/test_many_schemas.py",
     "end_to_end/test_fuzz.py",
     "end_to_end/test_random_faults.py",
     "end_to_end/test_media.py",
