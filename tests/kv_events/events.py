@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import zmq
+import zmq.asyncio
 
-from kvferry.kv_events.messages import (
-    BlockStored,
-    Event,
-)
+from kvferry.kv_events.messages import END_OF_REPLAY, BlockStored, Event, encode_batch
 from kvferry.kv_events.publisher import KVEventPublisher
 from kvferry.kv_events.subscriber import FeedUpdate, follow
 
@@ -36,3 +35,46 @@ def ask_again(context: zmq.Context[zmq.Socket[bytes]], where: str, first: int) -
     caller.connect(where)
     caller.send_multipart([b"", first.to_bytes(8, "big")])
     return caller
+
+
+class LossyPublisher:
+    """A publisher some of whose messages are lost on the way. It replays those in `history`, by number."""
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self._pub, self._replay = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+        self.endpoint, self.replay_endpoint = (
+            f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}" for socket in (self._pub, self._replay)
+        )
+        self.history: dict[int, bytes] = {}
+
+    async def followed(self) -> None:
+        """Wait for the first follower's subscription."""
+        async with asyncio.timeout(60):
+            assert await self._pub.recv() == b"\x01"
+
+    async def publish(self, number: int, *, is_lost: bool = False) -> None:
+        """Publish `stored(number)` as the message of that number."""
+        self.history[number] = encode_batch(1.0, stored(number))
+        if not is_lost:
+            await self._pub.send_multipart([b"", number.to_bytes(8, "big"), self.history[number]])
+
+    async def serve(self) -> None:
+        """Answer requests for replays."""
+        while True:
+            caller, _, first = await self._replay.recv_multipart()
+            for number, payload in [*self.history.items()]:
+                if number >= int.from_bytes(first, "big"):
+                    await self._replay.send_multipart([caller, b"", b"", number.to_bytes(8, "big"), payload])
+            await self._replay.send_multipart([caller, b"", b"", END_OF_REPLAY, b""])
+
+
+@asynccontextmanager
+async def lossy_publisher() -> AsyncIterator[LossyPublisher]:
+    context = zmq.asyncio.Context()
+    publisher = LossyPublisher(context)
+    serving = asyncio.create_task(publisher.serve())
+    try:
+        yield publisher
+    finally:
+        serving.cancel()
+        context.destroy(linger=0)

@@ -66,21 +66,18 @@ class _Follower:
         """The updates as `follow` yields them."""
         async for update in self._catch_up():
             yield update
-        first = True
         while True:
             number, payload = await self._next_live()
             if number <= self._last_live:
                 yield self._restarted()
-                first = True
             self._last_live = number
             if number > self._next:
                 async for update in self._catch_up():
                     yield update
             if number < self._next:
                 continue  # already replayed
-            if number > self._next and not first:
+            if number > self._next > 0:  # not where nothing was received before: it may have begun at any number
                 yield Missed(number - self._next)
-            first = False
             yield self._accept(number, payload)
 
     def _accept(self, number: int, payload: bytes) -> list[Event]:
