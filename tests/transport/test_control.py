@@ -16,7 +16,6 @@ from kvferry.core.errors import (
     ProtocolError,
 )
 from kvferry.core.messages.wire import encode_frame
-from kvferry.transport import control
 from kvferry.transport.connection import (
     PROTOCOL_VERSION,
     Connection,
@@ -102,9 +101,11 @@ async def is_refused(mute: socket.socket) -> bool:
     return await asyncio.get_running_loop().sock_recv(mute, 1) == b""
 
 
-async def test_who_does_not_say_who_they_are_keep_no_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MAX_UNAUTHENTICATED_PER_ADDRESS", 2)
-    async with echo_listener(handshake_s=3600) as listener, AsyncExitStack() as stack:
+async def test_who_does_not_say_who_they_are_keep_no_peer_out() -> None:
+    async with (
+        echo_listener(handshake_s=3600, max_unauthenticated_per_address=2) as listener,
+        AsyncExitStack() as stack,
+    ):
         mutes = [
             stack.enter_context(
                 socket.create_connection((listener.host, listener.port), source_address=("127.0.0.2", 0))
@@ -123,9 +124,8 @@ async def test_who_does_not_say_who_they_are_keep_no_peer_out(monkeypatch: pytes
         assert not listener._unauthenticated
 
 
-async def test_strangers_are_bounded_wherever_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MAX_UNAUTHENTICATED", 2)
-    async with echo_listener(handshake_s=3600) as listener, AsyncExitStack() as stack:
+async def test_strangers_are_bounded_wherever_they_come_from() -> None:
+    async with echo_listener(handshake_s=3600, max_unauthenticated=2) as listener, AsyncExitStack() as stack:
         addresses = [("127.0.0.2", 0), ("127.0.0.3", 0), ("127.0.0.4", 0)]
         mutes = [
             stack.enter_context(socket.create_connection((listener.host, listener.port), source_address=address))

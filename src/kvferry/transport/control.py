@@ -51,6 +51,8 @@ class Listener:
         port: int = 0,
         *,
         handshake_s: float = HANDSHAKE_S,
+        max_unauthenticated: int = MAX_UNAUTHENTICATED,
+        max_unauthenticated_per_address: int = MAX_UNAUTHENTICATED_PER_ADDRESS,
         advertised_host: str = "",
         advertised_port: int = 0,
         tls: ChannelTls | None = None,
@@ -58,9 +60,12 @@ class Listener:
         """Bind. Raises `ConfigError` if that fails, or if without a token other machines could reach the port.
 
         `advertised_host` and `advertised_port`: the address for peers, if it differs from the bound one (address
-        translation). With `tls`, connections without TLS are refused.
+        translation). `max_unauthenticated`: connections in their handshake. With `tls`, connections without TLS are
+        refused.
         """
         self.identity, self.tls, self._token, self.handshake_s = identity, tls, token, handshake_s
+        self._max_unauthenticated = max_unauthenticated
+        self._max_unauthenticated_per_address = max_unauthenticated_per_address
         self._handlers: dict[str, Handler] = {}
         self._num_open = 0
         self._unauthenticated: Counter[str] = Counter()
@@ -102,8 +107,8 @@ class Listener:
         num_unauthenticated = self._unauthenticated.total()
         return (
             self._num_open - num_unauthenticated >= self.max_connections
-            or num_unauthenticated >= MAX_UNAUTHENTICATED
-            or self._unauthenticated[host] >= MAX_UNAUTHENTICATED_PER_ADDRESS
+            or num_unauthenticated >= self._max_unauthenticated
+            or self._unauthenticated[host] >= self._max_unauthenticated_per_address
         )
 
     async def _serve_connection(self, sock: socket.socket, host: str, port: int) -> None:

@@ -86,7 +86,7 @@ def test_no_number_of_tenants_fills_the_memory() -> None:
         with pytest.raises(OverLimit):
             tenants.charge(tenants.find(b"busy", [], None), 0)
         tenants.find(b"%d" % number, [], None)
-    assert len(tenants._tenants) == 3
+    assert len(tenants) == 3
 
 
 @pytest.mark.parametrize(

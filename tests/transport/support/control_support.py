@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from kv_support import make_layout, soon
 
@@ -25,7 +26,7 @@ THERE = Identity("there", make_layout())
 
 
 @asynccontextmanager
-async def echo_listener(token: str = "secret", **options: float) -> AsyncIterator[Listener]:
+async def echo_listener(token: str = "secret", **options: Any) -> AsyncIterator[Listener]:
     async def echo(connection: Connection) -> None:
         while True:
             await connection.send(await connection.receive(Hello))

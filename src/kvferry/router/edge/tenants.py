@@ -157,6 +157,10 @@ class Tenants:
         shares = {key: _share(tenant_limits, config.workers or 1) for key, tenant_limits in named.items()}
         return cls(clock, _share(limits, config.workers or 1), shares, config.tenant_by)
 
+    def __len__(self) -> int:
+        """Number of tenants that are remembered."""
+        return len(self._tenants)
+
     def api_keys(self) -> set[str]:
         """All API keys that belong to a tenant."""
         return {key for limits in self.named.values() for key in limits.api_key}
