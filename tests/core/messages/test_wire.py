@@ -1,6 +1,5 @@
 import msgspec
 import pytest
-from kv_support import make_layout
 
 from kvferry.core.errors import ProtocolError
 from kvferry.core.messages.wire import (
@@ -12,6 +11,7 @@ from kvferry.core.messages.wire import (
     frame_length,
     seal_frame,
 )
+from kvferry.testing.kv import make_layout
 from kvferry.transport.connection import Hello, Identity, Proof
 from kvferry.transport.lookup_buffer.messages import FromConsumer, News, Part, ProducerInfo, Select
 from kvferry.transport.memory import LayerPlace
