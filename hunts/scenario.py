@@ -33,7 +33,7 @@ SETTLES_S = 10.0
 """Seconds after the last request and fault in which leases, loads and timeouts of the connectors end."""
 _CHECK_EVERY_S = 0.25
 _STORES_ARE_BACK_S = 3.0
-"""Instances use a store again so long after it has been well: `store.breaker`."""
+"""Instances use a store again so long after it has been well: `store.tiered.breaker`."""
 _STORE_SHARE = 0.35
 """Share of the seeds whose instances have a store."""
 AUDITED_EVERY = 64

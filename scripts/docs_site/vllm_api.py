@@ -20,7 +20,7 @@ from kvferry.api.dialects.translator import TRANSLATED_PATHS
 from kvferry.api.other_fields import REFUSED, WITHOUT_EFFECT
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest
 from kvferry.core.errors import KvferryError
-from kvferry.engine.server.other_paths import explain_path
+from kvferry.engine.server.routes.other_paths import explain_path
 from kvferry.router.paths import PublicPaths
 
 DATA = Path(__file__).with_name("vllm_api.json")
@@ -65,7 +65,7 @@ def endpoint_rows(endpoints: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 def engine_endpoints() -> frozenset[tuple[str, str]]:
     """Methods and paths of kvferry's engine."""
     folder = Path(kvferry.engine.server.__file__).parent
-    found = {match for path in folder.glob("*.py") for match in _ROUTE.findall(path.read_text())}
+    found = {match for path in folder.rglob("*.py") for match in _ROUTE.findall(path.read_text())}
     return frozenset(found | {("POST", path) for path in TRANSLATED_PATHS} | {("GET", "/openapi.json")})
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 import kvferry
-from kvferry.core.clock import ManualClock
+from kvferry.core.clock import ManualClock, doubling_waits
 
 ROOT = Path(kvferry.__file__).parent
 READS = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"}
@@ -61,3 +62,8 @@ def test_a_manual_clock_moves_when_told_to() -> None:
     clock = ManualClock(5.0)
     clock.advance(2.5)
     assert clock.monotonic() == clock.wall() == 7.5
+
+
+def test_waits_double_up_to_the_longest_and_go_on() -> None:
+    assert list(islice(doubling_waits(0.25, 3.0), 6)) == [0.25, 0.5, 1.0, 2.0, 3.0, 3.0]
+    assert next(islice(doubling_waits(0.001, 60.0), 100_000, None)) == 60.0

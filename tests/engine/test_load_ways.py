@@ -22,7 +22,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.store.base import Read
 from kvferry.store.block_run import BlockRun
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts
 from support.waiting import until
 

@@ -15,7 +15,7 @@ from kvferry.store.base import Read
 from kvferry.store.media.file import FileStore
 from kvferry.store.media.file_room import FileRoom
 from kvferry.store.record import RecordFormat
-from kvferry.store.tier import Tier
+from kvferry.store.tiered.tier import Tier
 
 SEEDS = [seed for seed in range(1, 120) if draw(seed).world.instance.connector != "P2pConnector"]
 FILE, MEMORY = "file:/kv", "memory:?num_blocks=200"

@@ -11,7 +11,7 @@ from killed_writers import NUM_KILLS, kill_writers
 from trouble import TroubledMachine, is_true, run
 
 from kvferry.store.base import Put
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.store.upkeep import verify
 from kvferry.testing.stores import block_of, fetch, name_of
 from support.waiting import eventually

@@ -12,7 +12,7 @@ from told_policy import ToldPolicy
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.store.media.memory_index import MemoryIndex
 from kvferry.store.table import find_store, find_stores
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, block_of, fetch, name_of, names_of
 
 NUM_BLOCKS = 6

@@ -17,7 +17,7 @@ from kvferry.core.settings.files import TimedFile
 from kvferry.store import upkeep
 from kvferry.store.base import Put
 from kvferry.store.table import find_stores
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.store.upkeep import export, import_, verify
 from kvferry.testing.stores import LAYOUT, block_of, fetch, name_of
 

@@ -18,7 +18,7 @@ from kvferry.fleet.control.loop import plan
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.router.choice.disaggregation import Threshold
 from kvferry.router.instances.instance import Instance, InstanceState
-from kvferry.store.breaker import Breaker
+from kvferry.store.tiered.breaker import Breaker
 from kvferry.transport.lookup_buffer.entries import EntryTable
 
 

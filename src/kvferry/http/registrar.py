@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.core import entropy
-from kvferry.core.backoff import doubling_waits
+from kvferry.core.clock import doubling_waits
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, ProtocolError, Unavailable
 from kvferry.core.keys import shared_token
 from kvferry.core.messages.registration import (

@@ -19,7 +19,7 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.store.base import Block, KVStore, LayerStore, Put, Read, SharedStore
 from kvferry.store.table import find_stores
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 
 LAYOUT = KVLayout(
     model_fingerprint="contract",

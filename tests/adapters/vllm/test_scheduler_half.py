@@ -68,9 +68,9 @@ def idle() -> Idle:
 
 @pytest.fixture
 def half(side: Side, idle: Idle) -> Any:
+    from kvferry.adapters.vllm.identity.salts import Salts
     from kvferry.adapters.vllm.parts import Partition
     from kvferry.adapters.vllm.pins import Pins
-    from kvferry.adapters.vllm.salts import Salts
     from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
 
     settings: Any = SimpleNamespace(options=SimpleNamespace(hand_off=True))
@@ -164,9 +164,9 @@ def test_a_load_without_a_block_is_refused_and_nobody_writes(half: Any, side: Si
 def test_a_request_waits_for_its_load_where_others_would_keep_what_is_computed_without_it(
     side: Side, is_alone: bool, windows: list[int | None], waits: bool
 ) -> None:
+    from kvferry.adapters.vllm.identity.salts import Salts
     from kvferry.adapters.vllm.parts import Partition
     from kvferry.adapters.vllm.pins import Pins
-    from kvferry.adapters.vllm.salts import Salts
     from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
 
     settings: Any = SimpleNamespace(options=SimpleNamespace(hand_off=True))

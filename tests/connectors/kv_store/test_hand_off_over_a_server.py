@@ -50,7 +50,7 @@ def test_a_server_that_is_down_at_the_start_is_told_of_at_once(
 ) -> None:
     port = free_port()
     make_engine("KVStoreConnector", store=["memory:1MiB", f"valkey://:secret@127.0.0.1:{port}/2?ttl_s=60"])
-    (told,) = [record.getMessage() for record in caplog.records if record.name == "kvferry.store.breaker"]
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "kvferry.store.tiered.breaker"]
     assert told.startswith(f"store valkey://***@127.0.0.1:{port}/2?ttl_s=60 cannot be used: cannot reach")
     assert "prompts are computed" in told
     assert "tried again" in told

@@ -21,7 +21,7 @@ from kvferry.store.base import Block, KVStore, Put
 from kvferry.store.block_run import BlockRun
 from kvferry.store.machine import Machine
 from kvferry.store.table import find_stores
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
 from support.waiting import until
 

@@ -18,7 +18,7 @@ from kvferry.core.messages.openai import TIMELINE_HEADER
 from kvferry.core.messages.timeline import Timeline
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import child_seed
-from kvferry.engine.server import endpoint
+from kvferry.engine.server.routes import endpoint
 
 from .fake_engine import DeterministicEngine
 from .running import running

@@ -9,7 +9,7 @@ from trouble import run
 
 from kvferry.store.base import Put
 from kvferry.store.eviction.fifo import Fifo
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import block_of, fetch, name_of, names_of
 
 pytestmark = pytest.mark.short_deadlines

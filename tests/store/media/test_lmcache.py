@@ -17,7 +17,7 @@ from kvferry.store.media.lmcache import LMCacheStore
 from kvferry.store.media.lmcache_client import DamagedValue, LMCacheClient, _request
 from kvferry.store.media.lmcache_sets import LMCacheSets, LMCacheSlot, SlotAddress
 from kvferry.store.table import find_store, find_stores
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, StoreContract, block_of, fetch, name_of, names_of
 from support.lmcache_server import LMCacheServer, is_installed
 from support.waiting import eventually

@@ -12,7 +12,7 @@ from trouble import TroubledMachine, is_true, run
 from kvferry.core.errors import StoreError
 from kvferry.store.base import Put
 from kvferry.store.table import find_stores
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, block_of, fetch, names_of
 from support.waiting import eventually
 

@@ -11,7 +11,7 @@ from trouble import end, run
 
 from kvferry.store.base import Put
 from kvferry.store.table import find_store
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, block_of, fetch, name_of, names_of
 
 pytestmark = pytest.mark.short_deadlines

@@ -16,7 +16,7 @@ from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.base import KVStore, Put
 from kvferry.store.table import find_store, find_stores
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, block_of, fetch, name_of, names_of
 from support.ports import free_port
 from support.valkey_cluster import ValkeyCluster

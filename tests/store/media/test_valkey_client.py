@@ -14,7 +14,7 @@ from valkey import exceptions
 from valkey.asyncio import Valkey
 
 from kvferry.store.base import Put
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import block_of, fetch, name_of, names_of, read_of
 from support.stopping import stop
 from support.waiting import eventually

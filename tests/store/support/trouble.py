@@ -20,8 +20,8 @@ from kvferry.store.arena import Arena
 from kvferry.store.disk import Disk
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.table import find_stores
-from kvferry.store.tier import TierTimes
-from kvferry.store.tiers import TieredStore, WritePolicy
+from kvferry.store.tiered.tier import TierTimes
+from kvferry.store.tiered.tiers import TieredStore, WritePolicy
 from kvferry.testing.stores import LAYOUT, name_of
 
 QUICK = TierTimes(first_pause_s=0.01, max_pause_s=0.05)

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from kvferry.adapters.vllm.catalog import PREFIX, class_names, connector_class
 from kvferry.adapters.vllm.dynamo import add_to_dynamo
-from kvferry.adapters.vllm.loaded_files import watch_loads
+from kvferry.adapters.vllm.identity.loaded_files import watch_loads
 from kvferry.core.errors import UnknownName
 
 __all__ = ["class_names", "register"]

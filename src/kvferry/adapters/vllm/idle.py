@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.core.backoff import doubling_waits
+from kvferry.core.clock import doubling_waits
 
 NUM_EMPTY_STEPS = 2
 """Steps without work before the first pause: with asynchronous scheduling, the results of as many steps are pending."""

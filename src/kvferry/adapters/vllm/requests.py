@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry.adapters.vllm.salts import Salts
+from kvferry.adapters.vllm.identity.salts import Salts
 from kvferry.connectors.api import Hit
 from kvferry.core.blocks.block_hash import BlockHash, extend_hashes, root_hash
 from kvferry.core.errors import InvalidRequest, KvferryError

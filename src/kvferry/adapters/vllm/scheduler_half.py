@@ -20,12 +20,12 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.adapters.vllm.events import VllmBlockEvents
+from kvferry.adapters.vllm.identity.salts import Salts
 from kvferry.adapters.vllm.idle import IdlePause, PauseUser
 from kvferry.adapters.vllm.messages import StepMetadata, WorkerReports
 from kvferry.adapters.vllm.parts import BlocksOf, Part, Partition
 from kvferry.adapters.vllm.pins import Pins
 from kvferry.adapters.vllm.requests import RequestAdapter
-from kvferry.adapters.vllm.salts import Salts
 from kvferry.adapters.vllm.settings import AdapterSettings
 from kvferry.connectors.api import (
     Failed,

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvferry.adapters.vllm.identity.salts import Salts
 from kvferry.adapters.vllm.idle import IdlePause, PauseUser
-from kvferry.adapters.vllm.salts import Salts
 from kvferry.adapters.vllm.settings import AdapterSettings
 from kvferry.connectors.caching import keeps_blocks
 from kvferry.connectors.registry import VLLM_HAND_OFF_CONNECTORS, find_connector

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from kvferry.adapters.vllm.fingerprint import model_fingerprint
+from kvferry.adapters.vllm.identity.fingerprint import model_fingerprint
 from kvferry.adapters.vllm.kv_cache import pool
 from kvferry.adapters.vllm.kv_cache.device import CpuDevice, Device, DeviceMark, device_of
 from kvferry.adapters.vllm.kv_cache.layout import KVCacheShape, allocation, block_memory, kv_layout

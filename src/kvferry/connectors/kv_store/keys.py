@@ -16,14 +16,13 @@ from functools import partial
 from typing import TypeVar
 
 from kvferry.connectors.kv_store.plan import StoreKeys
-from kvferry.core.backoff import doubling_waits
 from kvferry.core.blocks.block_hash import BlockHash
-from kvferry.core.clock import SYSTEM_CLOCK, Clock
+from kvferry.core.clock import SYSTEM_CLOCK, Clock, doubling_waits
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.messages.kv_keys import shares
 from kvferry.core.text import shortened
 from kvferry.store.key_records import BadKeyRecord, KeyNotes, KeyRecord, explain_mismatch, make_record
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.transport.transfer_loop import run_together
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.core.tasks import BackgroundTasks
 from kvferry.store.base import Read
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)

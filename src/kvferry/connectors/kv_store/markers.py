@@ -26,7 +26,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, LayoutMismatch, LeaseEnded, ProtocolError, StoreError
 from kvferry.core.keys import derive
 from kvferry.core.messages.hand_off import OTHER_PROMPT, PrefillResult, prefix_digests
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 
 MARKER_S = 3600.0
 HEARTBEAT_BYTES = 8

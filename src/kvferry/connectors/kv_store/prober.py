@@ -22,8 +22,8 @@ from kvferry.core.messages.kept import TierShare
 from kvferry.core.tasks import BackgroundTasks
 from kvferry.store.block_run import BlockRun, joined, part_of
 from kvferry.store.machine import MACHINE, Machine
-from kvferry.store.tier_copies import BATCH_BLOCKS
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tier_copies import BATCH_BLOCKS
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)

@@ -60,7 +60,7 @@ from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.store.block_run import part_of
 from kvferry.store.table import MAX_TIERS, hand_off_paths
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 
 log = logging.getLogger(__name__)
 

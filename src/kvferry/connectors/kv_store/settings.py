@@ -20,7 +20,7 @@ from kvferry.core.settings.units import parse_bytes
 from kvferry.store.codecs.table import codec_class
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.table import StoreSpec, find_stores, lossy_codecs
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -35,8 +35,8 @@ from kvferry.core.closing import close_all
 from kvferry.core.errors import ConfigError, LeakError, StoreError
 from kvferry.store.base import Block
 from kvferry.store.record import LayerViews
-from kvferry.store.tier import NO_BLOCK
-from kvferry.store.tiers import GAUGES
+from kvferry.store.tiered.tier import NO_BLOCK
+from kvferry.store.tiered.tiers import GAUGES
 from kvferry.transport.memory import BlockMemory
 
 log = logging.getLogger(__name__)

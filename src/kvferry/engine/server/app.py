@@ -11,11 +11,11 @@ from kvferry.api.dialects.translator import Translator
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.context import ServerContext
-from kvferry.engine.server.dialect_routes import DialectRoutes
-from kvferry.engine.server.endpoint import chat_route, completions_route
 from kvferry.engine.server.engine_protocol import EngineClient
-from kvferry.engine.server.other_paths import explain_path
-from kvferry.engine.server.utility_routes import UtilityRoutes
+from kvferry.engine.server.routes.dialect_routes import DialectRoutes
+from kvferry.engine.server.routes.endpoint import chat_route, completions_route
+from kvferry.engine.server.routes.other_paths import explain_path
+from kvferry.engine.server.routes.utility_routes import UtilityRoutes
 from kvferry.http.registrar import RegisteredServer, RegistrarConfig
 from kvferry.http.server.http_server import HttpServer, OnListening, signals_end
 from kvferry.http.server.routes import Route, Routes

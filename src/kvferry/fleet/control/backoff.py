@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from kvferry.core.backoff import doubling_waits
+from kvferry.core.clock import doubling_waits
 from kvferry.fleet.control.facts import Failure, ObservedInstance, Phase
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, seconds
 

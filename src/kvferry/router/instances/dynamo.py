@@ -18,8 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.core.backoff import doubling_waits
-from kvferry.core.clock import Clock
+from kvferry.core.clock import Clock, doubling_waits
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.messages.dynamo import SCHEME, BridgeSettings, DynamoEndpoint, WorkerNews, parse_endpoint
 from kvferry.router.config import RouterConfig

@@ -140,7 +140,7 @@ def name_of(model: Path) -> Iterator[Callable[..., str]]:
             patch.setenv(variable, value)
         from vllm.engine.arg_utils import EngineArgs
 
-        from kvferry.adapters.vllm.fingerprint import model_fingerprint
+        from kvferry.adapters.vllm.identity.fingerprint import model_fingerprint
 
         def name(folder: Path = model, weights: str = "", **engine_args: Any) -> str:
             args = {"dtype": "float32", "max_model_len": 1024} | engine_args
@@ -213,7 +213,7 @@ def test_all_settings_of_this_release_were_looked_at() -> None:
 
     from vllm import config
 
-    from kvferry.adapters.vllm.fingerprint import HARMLESS
+    from kvferry.adapters.vllm.identity.fingerprint import HARMLESS
 
     for name, fields in HARMLESS.items():
         known = {field.name for field in dataclasses.fields(getattr(config, name))}

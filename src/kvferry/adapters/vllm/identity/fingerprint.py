@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm import __version__
 
-from kvferry.adapters.vllm.loaded_files import before_loading
+from kvferry.adapters.vllm.identity.loaded_files import before_loading
 from kvferry.core.errors import ConfigError
 from kvferry.models.checkpoint import checkpoint_name, plain, resolved_config
 

@@ -15,7 +15,7 @@ from trouble import QUICK, TroubledMachine, is_true, run
 from kvferry.core.errors import StoreError
 from kvferry.store.base import Block, Put, Read, SharedStore
 from kvferry.store.table import find_stores
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, block_of, fetch, names_of, read_of
 from support.waiting import eventually
 

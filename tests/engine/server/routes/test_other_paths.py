@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.engine.server.other_paths import explain_path
+from kvferry.engine.server.routes.other_paths import explain_path
 
-from .fake_engine import DeterministicEngine
-from .running import running
+from ..fake_engine import DeterministicEngine
+from ..running import running
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from typing import TypeVar
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.store.base import Block, KVStore, LayerStore, Put, Read, SharedStore
-from kvferry.store.breaker import Breaker
 from kvferry.store.copying import copy_bytes
+from kvferry.store.tiered.breaker import Breaker
 from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvferry.core.errors import StoreError
-from kvferry.store.breaker import Breaker
+from kvferry.store.tiered.breaker import Breaker
 from support.waiting import eventually
 
 

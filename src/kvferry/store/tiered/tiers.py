@@ -31,8 +31,8 @@ from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
 from kvferry.store.block_run import BlockRun
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.table import MAX_TIERS, StoreSpec, stored_layout
-from kvferry.store.tier import TIER_TIMES, Tier, TierTimes
-from kvferry.store.tier_copies import TierCopies
+from kvferry.store.tiered.tier import TIER_TIMES, Tier, TierTimes
+from kvferry.store.tiered.tier_copies import TierCopies
 
 WritePolicy = Literal["through", "back"]
 GAUGES = frozenset({"kept_bytes", "pinned_blocks", "moving_bytes", "dirty_blocks"}) | {

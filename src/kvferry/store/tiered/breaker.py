@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from kvferry.core.backoff import doubling_waits
+from kvferry.core.clock import doubling_waits
 from kvferry.core.errors import KvferryError
 
 log = logging.getLogger(__name__)

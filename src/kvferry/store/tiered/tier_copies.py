@@ -15,7 +15,7 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.tasks import BackgroundTasks
 from kvferry.store.base import Block, Put, Read
-from kvferry.store.tier import Tier
+from kvferry.store.tiered.tier import Tier
 
 log = logging.getLogger(__name__)
 

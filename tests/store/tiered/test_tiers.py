@@ -11,7 +11,7 @@ from trouble import is_true, run
 
 from kvferry.core.errors import StoreError
 from kvferry.store.table import find_stores
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, block_of, fetch, is_block, name_of, names_of, read_of
 from support.waiting import eventually
 

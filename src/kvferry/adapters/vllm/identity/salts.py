@@ -22,7 +22,7 @@ import torch
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.platforms import current_platform
 
-from kvferry.adapters.vllm.fingerprint import changed_settings
+from kvferry.adapters.vllm.identity.fingerprint import changed_settings
 from kvferry.core.errors import InvalidRequest
 from kvferry.models.checkpoint import WEIGHT_SUFFIXES, digests_of, file_states, local_checkpoint
 from kvferry.models.digest_cache import FileState

@@ -22,8 +22,8 @@ from kvferry.core.errors import InvalidRequest, LeakError, RequestError, Unavail
 from kvferry.core.request import Request as EngineRequest
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.server.context import ServerContext
-from kvferry.engine.server.endpoint import Body, decode
 from kvferry.engine.server.prompts import require_encodable, require_known_tokens
+from kvferry.engine.server.routes.endpoint import Body, decode
 from kvferry.engine.statistics import EngineSnapshot
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
