@@ -229,7 +229,6 @@ OPERATIONS = (
         "tokenizerInfo",
         "The tokenizer's class, special tokens and chat template.",
         answer=_object(tokenizer_class={"type": "string"}, vocab_size={"type": "integer"}),
-        on_router=False,
     ),
     Operation(
         "/health",

@@ -42,7 +42,7 @@ JSON_PATHS = (
 FORM_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 """POST with a form that contains a file."""
 
-READ_PATHS = ("/v1/models", "/v1/models/*", "/version", "/openapi.json", "/ping", "/load")
+READ_PATHS = ("/v1/models", "/v1/models/*", "/version", "/openapi.json", "/ping", "/load", "/tokenizer_info")
 """GET. `*` at the end is one or more segments: a model's name may have slashes."""
 
 

@@ -272,6 +272,7 @@ async def test_paths_of_applications_are_open_and_more_can_be() -> None:
             ("POST", "/v1/tokenize", b"{}", 200),
             ("GET", "/ping", None, 200),
             ("GET", "/load", None, 200),
+            ("GET", "/tokenizer_info", None, 200),
             ("POST", "/reset_prefix_cache", b"{}", 404),
             ("POST", "/abort_requests", b"{}", 404),
             ("GET", "/server_info", None, 404),
@@ -282,7 +283,7 @@ async def test_paths_of_applications_are_open_and_more_can_be() -> None:
     assert [call.path.removesuffix("?") for call in d.others] == [
         *["/v1/audio/transcriptions"] * 2,
         *("/v1/files/a/b", "/v2/rerank", "/v1/chat/completions/batch", "/v1/audio/speech", "/v1/tokenize"),
-        *("/ping", "/load"),
+        *("/ping", "/load", "/tokenizer_info"),
     ]
 
 
