@@ -11,7 +11,10 @@ from pathlib import Path
 from support.members import Member
 from support.processes import KvferryProcess, kvferry
 
-ROUTER = ("--health-interval-s=0.2", "--health-timeout-s=2", "--between-bytes-timeout-s=5")
+ROUTER = (
+    *("--health-interval-s=0.2", "--health-timeout-s=2", "--between-bytes-timeout-s=5"),
+    "--continuations=12",  # a slow machine's answers lose more instances than the three of the default
+)
 
 
 class Killed:
