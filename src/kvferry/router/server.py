@@ -13,6 +13,7 @@ import msgspec
 import uvloop
 
 from kvferry.core.process_exit import ShutdownDeadline, shutdown_deadline
+from kvferry.core.struct_types import build_struct_types
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer, signals_end
@@ -47,6 +48,7 @@ def run_router(
     grace period that `http` sets. Raises `ConfigError` if the address cannot be used, a file cannot be read, or the
     configured instances are not enough for a router.
     """
+    build_struct_types()
     http = msgspec.structs.replace(http, max_body_bytes=config.max_body_bytes)
     with shutdown_deadline() as limit:
         return uvloop.run(limit.run(_serve(config, http, access, group, page, on_ready, limit)))

@@ -42,6 +42,7 @@ from kvferry.connectors.api import ConnectorContext, HandsOff, statistics_of
 from kvferry.connectors.caching import KeepsBlocks
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, ConnectorLost
+from kvferry.core.struct_types import build_struct_types
 
 
 class KvferryConnector(KVConnectorBase_V1):
@@ -53,6 +54,7 @@ class KvferryConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        build_struct_types()
         rank = get_tensor_model_parallel_rank() if role is KVConnectorRole.WORKER else 0
         parallel = vllm_config.parallel_config
         worker = parallel.data_parallel_index * parallel.tensor_parallel_size + rank

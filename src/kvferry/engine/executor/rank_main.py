@@ -21,6 +21,7 @@ from kvferry.core.errors import ConnectorLost, LeakError, PeerLost, ProtocolErro
 from kvferry.core.messages.wire import Pipe
 from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.core.settings.transfer_config import KVTransferConfig
+from kvferry.core.struct_types import build_struct_types
 from kvferry.engine.executor import group
 from kvferry.engine.executor.failure_wait import failure_wait_s
 from kvferry.engine.executor.link import Link, join
@@ -135,6 +136,7 @@ class RankProcessMain:
 
     def run(self) -> int:
         """Execute commands until `Close`, the end of rank 0, or an error on this rank. Returns the exit code."""
+        build_struct_types()
         try:
             while self._execute(self._inbox.take()):
                 pass

@@ -19,6 +19,7 @@ from grpc_health.v1.health import aio as grpc_health
 from kvferry.core.errors import ConfigError
 from kvferry.core.process_exit import ShutdownDeadline, shutdown_deadline
 from kvferry.core.settings.files import read_whole
+from kvferry.core.struct_types import build_struct_types
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer, signals_end
@@ -53,6 +54,7 @@ def run_picker(
         raise ConfigError("--workers is for a router; start several pickers behind one Kubernetes service instead")
     for _, url, _ in configured_instances(config):
         _require_address(url)
+    build_struct_types()
     with shutdown_deadline() as limit:
         return uvloop.run(limit.run(_serve(config, picker, http, access, on_ready, limit)))
 
