@@ -106,7 +106,7 @@ def test_calls_while_decode_instances_are_killed(
     assert killed.num_kills > 0
 
 
-@pytest.mark.full(in_every_part=True)
+@pytest.mark.full
 @pytest.mark.timeout(1200 + 4 * NUM_CALLS)
 @pytest.mark.parametrize(
     "library",

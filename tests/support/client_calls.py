@@ -465,6 +465,7 @@ def main() -> None:
             result = f"{type(error).__name__}: {str(error)[:600]}"
         return [f"{name}, question {question}", result]
 
+    run(0)  # litellm imports httpx2 in its first call, which fails in several threads at once
     threading.stack_size(2**20)
     with ThreadPoolExecutor(int(at_once)) as pool:
         print(json.dumps(list(pool.map(run, range(int(count))))))

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.fleet.backends.local import spawning
 from kvferry.fleet.backends.local.fork_server import ForkServer
-from support.waiting import eventually
+from support.waiting import eventually, until
 
 pytestmark = pytest.mark.processes
 
@@ -63,7 +63,9 @@ def test_its_environment_has_no_settings(monkeypatch: pytest.MonkeyPatch) -> Non
     assert started is not None
     pid, ours = started
     with ours:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        path = Path(f"/proc/{pid}/environ")
+        until(path.read_bytes)  # empty until the program has begun
+        environment = path.read_bytes()
         os.kill(pid, 9)
         os.waitpid(pid, 0)
     assert b"KVFERRY_" not in environment
