@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -227,6 +228,7 @@ def with_litellm(url: str) -> Calls:
     """The chat API, and litellm's own translation of Messages and Responses."""
     import litellm
 
+    import_module("httpx2")  # its first call would, and openai takes it half imported in other threads
     litellm.telemetry = False
     server: dict[str, Any] = {"model": "openai/m", "api_base": f"{url}/v1", "api_key": "none", "timeout": TIMEOUT_S}
     limits: dict[str, Any] = {**LIMITS, "num_retries": 0}
@@ -465,7 +467,6 @@ def main() -> None:
             result = f"{type(error).__name__}: {str(error)[:600]}"
         return [f"{name}, question {question}", result]
 
-    run(0)  # litellm imports httpx2 in its first call, which fails in several threads at once
     threading.stack_size(2**20)
     with ThreadPoolExecutor(int(at_once)) as pool:
         print(json.dumps(list(pool.map(run, range(int(count))))))
