@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import uvloop
 
-from kvferry.core.process_exit import ShutdownDeadline, shutdown_deadline
+from kvferry.core.runtime.process_exit import ShutdownDeadline, shutdown_deadline
+from kvferry.core.runtime.struct_types import build_struct_types
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.core.struct_types import build_struct_types
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import uvloop
 
-from kvferry.core.process_exit import ShutdownDeadline, shutdown_deadline
-from kvferry.core.struct_types import build_struct_types
+from kvferry.core.runtime.process_exit import ShutdownDeadline, shutdown_deadline
+from kvferry.core.runtime.struct_types import build_struct_types
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer, signals_end

@@ -24,7 +24,7 @@ from kvferry.bridge.dynamo.serving import open_worker, serve_worker
 from kvferry.bridge.dynamo.worker import DynamoWorker
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.messages.dynamo import BridgeSettings, WorkerNews
-from kvferry.core.process_exit import exit_process, shutdown_deadline
+from kvferry.core.runtime.process_exit import exit_process, shutdown_deadline
 from kvferry.http.server.listen import authority
 from kvferry.observe.logs import LogConfig, set_up_logging
 

@@ -31,7 +31,7 @@ from kvferry.core import entropy
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.dynamo import DynamoEndpoint
 from kvferry.core.messages.instance_facts import EventsAddress
-from kvferry.core.process_exit import EXIT_USER_ERROR, exit_process, shutdown_deadline
+from kvferry.core.runtime.process_exit import EXIT_USER_ERROR, exit_process, shutdown_deadline
 from kvferry.http.server.listen import authority
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.observe.logs import LogConfig, set_up_logging

@@ -31,8 +31,8 @@ from kvferry.connectors.caching import StoreEvents, StoresBlocks
 from kvferry.connectors.multi.plan import MultiPlan
 from kvferry.connectors.multi.settings import child_gauges, child_statistics, handing_off, read_children
 from kvferry.connectors.registry import ConnectorSpec
-from kvferry.core.closing import close_all
 from kvferry.core.errors import ChildLost, ConfigError, ConnectorLost, LeakError
+from kvferry.core.runtime.closing import close_all
 from kvferry.transport.memory import BlockMemory
 
 log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from kvferry.connectors.report_codec import encode_report
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConnectorLost, LeakError, PeerLost, ProtocolError
 from kvferry.core.messages.wire import Pipe
+from kvferry.core.runtime.struct_types import build_struct_types
 from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.core.struct_types import build_struct_types
 from kvferry.engine.executor import group
 from kvferry.engine.executor.failure_wait import failure_wait_s
 from kvferry.engine.executor.link import Link, join

@@ -17,9 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.process_exit import ShutdownDeadline, shutdown_deadline
+from kvferry.core.runtime.process_exit import ShutdownDeadline, shutdown_deadline
+from kvferry.core.runtime.struct_types import build_struct_types
 from kvferry.core.settings.files import read_whole
-from kvferry.core.struct_types import build_struct_types
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer, signals_end

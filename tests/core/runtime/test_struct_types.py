@@ -8,7 +8,7 @@ import sys
 THREADS = """
 import sys, threading
 import msgspec
-from kvferry.core.struct_types import build_struct_types
+from kvferry.core.runtime.struct_types import build_struct_types
 
 sys.setswitchinterval(1e-6)
 for number in range(300):
