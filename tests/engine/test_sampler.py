@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -15,9 +16,10 @@ from transformers import (
 
 from kvferry.core.errors import InvalidRequest, LogitsNotFinite
 from kvferry.core.request import Request
-from kvferry.core.sampling import MIN_LOGPROB, SamplingParams
+from kvferry.core.sampling import SamplingParams
 from kvferry.engine.model_runner import LogitRows, draw
-from kvferry.engine.sampler import Bits, adjust_logits, keep_likely, permitted_tokens, sample, token_logprobs
+from kvferry.engine.ops.most_likely import Bits
+from kvferry.engine.sampler import adjust_logits, keep_likely, permitted_tokens, sample, token_logprobs
 from kvferry.engine.scheduling.sequence import Sequence
 
 VOCAB = 200
@@ -119,9 +121,11 @@ class FakeMatcher:
     def __init__(self, *tokens: int) -> None:
         self._tokens = tokens
 
-    def fill_mask(self, mask: Bits) -> None:
+    def permitted(self) -> Bits:
+        mask = np.zeros(64, dtype=np.uint8)
         for token in self._tokens:
             mask[token >> 3] |= 1 << (token & 7)
+        return mask
 
 
 @pytest.mark.parametrize("vocab", [199, 200, 203])
@@ -135,6 +139,31 @@ def test_a_grammar_leaves_what_it_permits(vocab: int, seed: int) -> None:
     expected = torch.full((vocab,), float("-inf"))
     expected[tokens] = logits[0, tokens]
     assert torch.equal(adjusted, expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_greedy_token_under_a_grammar_is_the_largest_of_the_adjusted_logits(seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, 203, generator=random).round(decimals=1)
+    permitted = torch.randperm(203, generator=random)[: 1 + 5 * seed].tolist()
+    matcher: Any = FakeMatcher(*permitted)
+    masks = {"r": permitted_tokens(matcher, 203)}
+    for settings in ({}, {"ignore_eos": True}, {"min_tokens": 2}):
+        sequence = sequence_of([1], max_tokens=4, temperature=0.0, **settings)
+        sequence.matcher = matcher
+        expected = logits[1].clone()
+        adjust_logits(expected, sequence, frozenset({permitted[0]}), masks["r"])
+        other, token = sample(logits, [sequence_of([1], temperature=0.0), sequence], frozenset({permitted[0]}), masks)
+        assert (other.token_id, token.token_id) == (int(logits[0].argmax()), int(expected.argmax()))
+
+
+def test_a_grammar_whose_tokens_are_all_excluded_leaves_no_choice() -> None:
+    logits = torch.zeros(1, 203)
+    logits[0, 9] = float("-inf")
+    sequence = sequence_of([1], max_tokens=4, temperature=0.0)
+    sequence.matcher = matcher = FakeMatcher(9)  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest, match="no token to choose"):
+        sample(logits, [sequence], frozenset(), {"r": permitted_tokens(matcher, 203)})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("settings", [{"ignore_eos": True}, {"min_tokens": 1}])
@@ -186,20 +215,6 @@ def test_logprobs_are_those_of_the_untouched_logits() -> None:
     assert list(found.top) == order[:3].tolist()
     assert token_logprobs(logits, 0, None) is None
     assert token_logprobs(logits, 0, 0).top == {}  # type: ignore[union-attr]
-
-
-def test_logprobs_of_tokens_by_their_ids() -> None:
-    logits = random_logits()[0]
-    logits[2] = float("-inf")
-    expected = logits.log_softmax(-1)
-    found = token_logprobs(logits, 7, 20, (3, 7, 2))
-    assert found is not None
-    assert list(found.top) == [7, 3, 2]
-    assert found.top[3] == pytest.approx(float(expected[3]), abs=1e-6)
-    assert found.top[2] == MIN_LOGPROB
-    [sampled] = sample(logits[None], [sequence_of([1], logprobs=0, logprob_token_ids=(3,))], frozenset())
-    assert sampled.logprobs is not None
-    assert list(sampled.logprobs.top) == [sampled.token_id, 3]
 
 
 def test_half_precision_and_extreme_temperature_stay_finite() -> None:

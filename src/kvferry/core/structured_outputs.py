@@ -85,9 +85,9 @@ class AnswerGrammar(msgspec.Struct, frozen=True, kw_only=True):
 class Matcher(Protocol):
     """The state of one answer under its grammar. Used from one thread at a time; a failed call leaves it unusable."""
 
-    def fill_mask(self, mask: Any) -> None:
-        """Write the permitted tokens to `mask`, uint8 [ceil(vocab_size / 8)] of numpy, one bit for each token, the
-        lowest first. Blocks for milliseconds at most, without the interpreter lock. Raises `GrammarFailed`."""
+    def permitted(self) -> Any:
+        """The permitted tokens, a new uint8 array of numpy of at least ceil(vocab_size / 8): one bit for each token,
+        the lowest first. Blocks for milliseconds at most, without the interpreter lock. Raises `GrammarFailed`."""
 
     def accept(self, token_id: int) -> None:
         """Advance by one token of the answer. Raises `GrammarFailed` if the grammar does not permit it, or a limit is

@@ -17,7 +17,8 @@ from kvferry.engine.blocks.kv_cache import KVCache
 from kvferry.engine.model.attention import LayerHooks, PagedContext, attention_context
 from kvferry.engine.model.loader import LoadedModel
 from kvferry.engine.ops.batch import AttentionBatch
-from kvferry.engine.sampler import Bits, sample, token_logprobs, verify
+from kvferry.engine.ops.most_likely import Bits
+from kvferry.engine.sampler import sample, token_logprobs, verify
 from kvferry.engine.scheduling.sequence import Sequence
 from kvferry.engine.scheduling.step import Chunk, SampledToken
 from kvferry.engine.structured.token_masks import NO_MASKS, Masks

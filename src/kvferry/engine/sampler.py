@@ -10,30 +10,24 @@ accepts, each of temperature, min_p, top_k and top_p leaves the most likely toke
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
+from typing import cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvferry.core.errors import InvalidRequest, LogitsNotFinite
 from kvferry.core.messages.hand_off import TokenLogprobs
-from kvferry.core.sampling import MIN_LOGPROB, SamplingParams, banned_tokens, uniform_draw
+from kvferry.core.sampling import SamplingParams, banned_tokens, uniform_draw
 from kvferry.core.structured_outputs import Matcher
+from kvferry.engine.ops.most_likely import Bits, exclusions, most_likely_permitted
 from kvferry.engine.scheduling.sequence import Sequence
 from kvferry.engine.scheduling.step import SampledToken
 
 log = logging.getLogger(__name__)
 
-Bits = npt.NDArray[np.uint8]
-"""The tokens that a grammar permits, one bit for each token of the vocabulary, the lowest first."""
-
 NOT_CONSTRAINED: Mapping[str, Bits] = {}
-_EXCLUSIONS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
-_EXCLUSIONS = _EXCLUSIONS.astype(np.float32)
-"""By eight bits, what is added to the logits of their tokens."""
 MIN_TEMPERATURE = 1e-300
 """Lower temperatures count as this one: they are close to zero even in float64, and any two different logits are
 infinitely far apart long before."""
@@ -51,21 +45,28 @@ def sample(
     Raises `LogitsNotFinite` if a row has no usable logits, `InvalidRequest` if the settings leave no token.
     """
     require_finite(logits)
-    adjusted = logits
-    if any(_adjusts(sequence) for sequence in sequences):
-        adjusted = torch.empty_like(logits)
-        for row, sequence in enumerate(sequences):
-            adjusted[row] = logits[row]
-            adjust_logits(adjusted[row], sequence, eos_token_ids, permitted.get(sequence.request_id))
-    tokens = _most_likely(adjusted)
-    if adjusted is not logits:
-        _require_choice(adjusted, tokens)
+    tokens = _most_likely(logits)
+    adjusting = []
+    for row, sequence in enumerate(sequences):
+        if _adjusts(sequence):
+            mask = permitted.get(sequence.request_id)
+            token = _choose_permitted(logits, row, tokens[row], sequence, mask, eos_token_ids)
+            if token is None:
+                adjusting.append(row)
+            else:
+                tokens[row] = token
+    adjusted = _adjust_rows(logits, adjusting, sequences, eos_token_ids, permitted) if adjusting else logits
+    if adjusting:
+        for row, token in zip(adjusting, _most_likely(adjusted[adjusting]), strict=True):
+            tokens[row] = token
     random = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0]
     if random:
-        tokens[random] = _draw(adjusted[random], [sequences[row] for row in random])
+        drawn = _draw(adjusted[random], [sequences[row] for row in random])
+        for row, token in zip(random, drawn.tolist(), strict=True):
+            tokens[row] = token
     return [
-        SampledToken(token, _sampled_logprobs(logits[row], token, sequences[row].request.sampling))
-        for row, token in enumerate(tokens.tolist())
+        SampledToken(token, token_logprobs(logits[row], token, sequences[row].request.sampling.logprobs))
+        for row, token in enumerate(tokens)
     ]
 
 
@@ -99,15 +100,34 @@ def verify(
 
 def permitted_tokens(matcher: Matcher, vocab_size: int) -> Bits:
     """The tokens that a grammar permits next. Raises `GrammarFailed`."""
-    bits = np.zeros(-(-vocab_size // 8), dtype=np.uint8)
-    matcher.fill_mask(bits)
+    bits = matcher.permitted()[: -(-vocab_size // 8)]
     bits[-1] &= 0xFF >> -vocab_size % 8  # a tokenizer may have more tokens than the model
     return bits
 
 
-def _most_likely(logits: Tensor) -> Tensor:
-    """The first of the largest logits of each row, int64 [R]. On CPUs, numpy's takes a tenth of the time of torch's."""
-    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.is_cpu else logits.argmax(dim=-1)
+def _most_likely(logits: Tensor) -> list[int]:
+    """The first of the largest logits of each row [R, vocab]. On CPUs, numpy's takes a tenth of the time of torch's."""
+    tokens = logits.numpy().argmax(axis=-1) if logits.is_cpu else logits.argmax(dim=-1)
+    return cast("list[int]", tokens.tolist())
+
+
+def _choose_permitted(
+    logits: Tensor,
+    row: int,
+    most_likely: int,
+    sequence: Sequence,
+    permitted: Bits | None,
+    eos_token_ids: frozenset[int],
+) -> int | None:
+    """The most likely permitted token of a row [R, vocab], where nothing but a grammar matters to a greedy choice;
+    None: its logits have to be adjusted. `most_likely`: of all tokens."""
+    sampling = sequence.request.sampling
+    if permitted is None or sampling.temperature > 0 or _reweighs(sampling):
+        return None
+    permitted = _without_banned(permitted, sequence, eos_token_ids)
+    if permitted[most_likely >> 3] >> (most_likely & 7) & 1:
+        return most_likely
+    return most_likely_permitted(logits[row], permitted) if logits.is_cpu else None
 
 
 def require_finite(logits: Tensor) -> None:
@@ -120,50 +140,54 @@ def require_finite(logits: Tensor) -> None:
         )
 
 
-def _require_choice(adjusted: Tensor, tokens: Tensor) -> None:
-    if bool((adjusted.gather(1, tokens.unsqueeze(1)) == float("-inf")).any()):
+def _adjust_rows(
+    logits: Tensor,
+    rows: list[int],
+    sequences: Rows[Sequence],
+    eos_token_ids: frozenset[int],
+    permitted: Mapping[str, Bits],
+) -> Tensor:
+    """A copy of logits [R, vocab] with these rows adjusted. Raises `InvalidRequest` if one has no token left."""
+    adjusted = logits.clone()
+    for row in rows:
+        sequence = sequences[row]
+        adjust_logits(adjusted[row], sequence, eos_token_ids, permitted.get(sequence.request_id))
+    if bool((adjusted[rows].amax(dim=-1) == float("-inf")).any()):
         raise InvalidRequest(
             "min_tokens, stop tokens, allowed_token_ids, bad_words and structured output leave no token to choose",
             param="min_tokens",
         )
+    return adjusted
 
 
-def _sampled_logprobs(logits: Tensor, token_id: int, sampling: SamplingParams) -> TokenLogprobs | None:
-    return token_logprobs(logits, token_id, sampling.logprobs, sampling.logprob_token_ids)
-
-
-def token_logprobs(
-    logits: Tensor, token_id: int, num_top: int | None, token_ids: Rows[int] = ()
-) -> TokenLogprobs | None:
+def token_logprobs(logits: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
     """The log-probabilities of one position, with the `num_top` most likely tokens (None: no log-probabilities);
-    logits [vocab]. `token_ids`: the tokens to return after the position's own, instead of the most likely ones. Raises
-    `LogitsNotFinite`."""
+    logits [vocab]. Raises `LogitsNotFinite`."""
     if num_top is None:
         return None
     require_finite(logits)
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs[token_id]
     rank = int((logprobs > chosen).sum()) + 1
-    if token_ids:
-        ids = torch.tensor([token_id, *token_ids], device=logprobs.device)
-        values = logprobs[ids]
-    else:
-        values, ids = logprobs.topk(num_top)
-    values = values.clamp_min(MIN_LOGPROB)  # tickets are JSON, which has no infinity
+    values, ids = logprobs.topk(num_top)
     return TokenLogprobs(token_id, float(chosen), rank, dict(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 def _adjusts(sequence: Sequence) -> bool:
+    """True if something but its temperature decides about the sequence's next token."""
     sampling = sequence.request.sampling
+    return _reweighs(sampling) or sequence.num_output_tokens < sampling.min_tokens or sequence.matcher is not None
+
+
+def _reweighs(sampling: SamplingParams) -> bool:
+    """True if bias, penalties or lists of tokens change logits."""
     return bool(
         sampling.logit_bias
-        or sequence.num_output_tokens < sampling.min_tokens
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty
         or sampling.frequency_penalty
         or sampling.allowed_token_ids is not None
         or sampling.bad_words
-        or sequence.matcher is not None
     )
 
 
@@ -182,10 +206,10 @@ def adjust_logits(
         logits[completions_of(sampling.bad_words, sequence)] = float("-inf")
     for token_id, bias in sampling.logit_bias.items():
         logits[token_id] += bias
-    banned = banned_tokens(sampling, eos_token_ids) if sequence.num_output_tokens < sampling.min_tokens else set()
     if permitted is not None:
-        logits.add_(_exclusions(_without(permitted, banned | eos_token_ids if sampling.ignore_eos else banned), logits))
-    elif banned:
+        logits.add_(exclusions(_without_banned(permitted, sequence, eos_token_ids), logits))
+    elif sequence.num_output_tokens < sampling.min_tokens:
+        banned = banned_tokens(sampling, eos_token_ids)
         logits[[token for token in banned if 0 <= token < len(logits)]] = float("-inf")
     if sampling.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(sequence.tokens)), device=logits.device)
@@ -199,20 +223,16 @@ def adjust_logits(
         logits[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
 
 
-def _exclusions(permitted: Bits, logits: Tensor) -> Tensor:
-    """Zero for each permitted token and minus infinity for the others, as `logits` [vocab]. Adding them takes a third
-    of the time of a masked fill or less."""
-    if logits.is_cpu:
-        exclusions = torch.from_numpy(_EXCLUSIONS.take(permitted, axis=0))
-    else:
-        table, rows = (torch.from_numpy(array).to(logits.device) for array in (_EXCLUSIONS, permitted))
-        exclusions = table.index_select(0, rows.int())
-    return exclusions.flatten()[: len(logits)]
-
-
-def _without(permitted: Bits, banned: Collection[int]) -> Bits:
-    """Exclude these tokens too. A grammar that permits nothing else ends the answer nevertheless."""
-    masks = [(token >> 3, 1 << (token & 7)) for token in banned if 0 <= token < 8 * len(permitted)]
+def _without_banned(permitted: Bits, sequence: Sequence, eos_token_ids: frozenset[int]) -> Bits:
+    """What is left of the permitted tokens by `min_tokens` and `ignore_eos`. A grammar that permits nothing else ends
+    the answer nevertheless."""
+    sampling = sequence.request.sampling
+    banned = banned_tokens(sampling, eos_token_ids) if sequence.num_output_tokens < sampling.min_tokens else set()
+    masks = [
+        (token >> 3, 1 << (token & 7))
+        for token in (banned | eos_token_ids if sampling.ignore_eos else banned)
+        if 0 <= token < 8 * len(permitted)
+    ]
     if not any(permitted[index] & mask for index, mask in masks):
         return permitted
     others = permitted.copy()

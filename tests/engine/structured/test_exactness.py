@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import msgspec
+import numpy as np
 import pytest
 
 from kvferry.core.errors import GrammarFailed
@@ -169,10 +170,10 @@ def test_a_grammar_that_fails_ends_its_request_alone(alone: Engine, prompts: lis
         def __init__(self, fails_in_mask: bool) -> None:
             self.fails_in_mask, self.num_tokens = fails_in_mask, 0
 
-        def fill_mask(self, mask: Any) -> None:
-            mask[:] = 255
+        def permitted(self) -> Any:
             if self.fails_in_mask and self.num_tokens == 2:
                 raise GrammarFailed("a limit")
+            return np.full(-(-alone.model.vocab_size // 8), 255, dtype=np.uint8)
 
         def accept(self, token_id: int) -> None:
             self.num_tokens += 1

@@ -102,8 +102,7 @@ def test_the_mask_and_acceptance_agree(compiling: Any) -> None:
     grammar = compiling.grammar("json", '{"type": "object", "properties": {"name": {"type": "string"}}}')
     for text in ("", '{"', '{"name": "a'):
         tokens = compiling.tokens(text)
-        mask = np.zeros(-(-compiling.vocab_size // 8), dtype=np.uint8)
-        grammar.matcher(tokens).fill_mask(mask)
+        mask = grammar.matcher(tokens).permitted()
         permitted = np.flatnonzero(np.unpackbits(mask, count=compiling.vocab_size, bitorder="little")).tolist()
         accepted = []
         for token_id in range(compiling.vocab_size):
@@ -130,7 +129,7 @@ def test_a_token_that_is_not_permitted_is_a_named_error(compiling: Any) -> None:
     with pytest.raises(GrammarFailed):
         matcher.accept(compiling.tokens("b")[0])
     with pytest.raises(GrammarFailed):
-        matcher.fill_mask(np.zeros(-(-compiling.vocab_size // 8), dtype=np.uint8))
+        matcher.permitted()
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -178,9 +177,8 @@ def test_hostile_constraints_are_bounded(compiling: Any, name: str) -> None:
     begun = time.process_time()
     try:
         matcher = compiling.grammar(kind, content).matcher()
-        mask = np.zeros(-(-compiling.vocab_size // 8), dtype=np.uint8)
         for _ in range(40):
-            matcher.fill_mask(mask)
+            mask = matcher.permitted()
             permitted = np.flatnonzero(np.unpackbits(mask, count=compiling.vocab_size, bitorder="little"))
             if not len(permitted) or matcher.is_complete:
                 break

@@ -49,10 +49,9 @@ def test_nothing_invalid_is_permitted(compiling: Any, draft: str) -> None:
 def random_answer(compiling: Any, grammar: Any, draw: random.Random, max_tokens: int = 4000) -> str | None:
     """A random walk to the end of a grammar, which prefers to end; None if it is too long or fails at a limit."""
     matcher, tokens = grammar.matcher(), list[int]()
-    mask = np.zeros(-(-compiling.vocab_size // 8), dtype=np.uint8)
     while len(tokens) < max_tokens and not matcher.is_complete:
         try:
-            matcher.fill_mask(mask)
+            mask = matcher.permitted()
             permitted = np.flatnonzero(np.unpackbits(mask, count=compiling.vocab_size, bitorder="little"))
             closing = [token for token in permitted if compiling.names[token][:1] in '"}],0123456789']
             token = int(draw.choice(closing if closing and draw.random() < 0.7 else list(permitted)))

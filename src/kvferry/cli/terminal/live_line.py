@@ -16,7 +16,6 @@ from kvferry.cli.terminal.summary import ServeSummary
 from kvferry.cli.watch.state import WatchedState
 from kvferry.core.errors import KvferryError
 from kvferry.core.names import resolve
-from kvferry.core.runtime.threads import Thread, run_async
 
 EVENTS = "kvferry.cli.watch.follow:events"
 """Resolved when it is needed: it imports what serves a page."""
@@ -36,7 +35,7 @@ class LiveLine:
         self._state = WatchedState()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_stopped = threading.Event()
-        self._thread = Thread(self._run, name="live line")
+        self._thread = threading.Thread(target=self._run, name="live line", daemon=True)
 
     def start(self) -> None:
         """Begin to show the line."""
@@ -54,7 +53,7 @@ class LiveLine:
 
     def _run(self) -> None:
         with suppress(asyncio.CancelledError, KvferryError, OSError, ValueError):
-            run_async(self._follow())
+            asyncio.run(self._follow())
 
     async def _follow(self) -> None:
         task = asyncio.current_task()

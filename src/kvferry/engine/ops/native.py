@@ -121,6 +121,7 @@ _SIGNATURES = {
     "run_steps": ([c_void_p, c_int64, c_int64, c_int64], None),
     "rms_norm": ([c_void_p, c_int64], None),
     "rotate": ([c_void_p, c_int64], None),
+    "most_likely_permitted": ([c_void_p, c_void_p, c_int64], c_int64),
 }
 
 

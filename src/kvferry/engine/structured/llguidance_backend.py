@@ -81,7 +81,7 @@ class LlguidanceBackend:
             raise InvalidRequest(_explained(problem, schema, constraint.field), param=constraint.field)
         if not pristine.is_accepting() and pristine.is_stopped():
             raise InvalidRequest(f"{constraint.field}: no answer can satisfy it", param=constraint.field)
-        return LlguidanceGrammar(pristine)
+        return LlguidanceGrammar(pristine, self._tokenizer.vocab_size)
 
     def _compile_answer(self, constraint: StructuredOutputs) -> LlguidanceGrammar:
         """Compile a whole answer. Where that fails, each of its parts is compiled alone, for an error that names it."""
@@ -98,7 +98,7 @@ class LlguidanceBackend:
             for part in parts:
                 self.compile(part)
             raise InvalidRequest(f"{constraint.field}: {_clip(problem)}", param=constraint.field)
-        return LlguidanceGrammar(pristine)
+        return LlguidanceGrammar(pristine, self._tokenizer.vocab_size)
 
     def _grammar(self, constraint: StructuredOutputs) -> str:
         content, field = constraint.content, constraint.field
@@ -146,12 +146,13 @@ class LlguidanceBackend:
 class LlguidanceGrammar:
     """A compiled grammar. Matchers are copies of one that has seen no token, and share its lexer."""
 
-    def __init__(self, pristine: LLMatcher) -> None:
-        self._pristine = pristine
+    def __init__(self, pristine: LLMatcher, vocab_size: int) -> None:
+        """`vocab_size`: of the tokenizer that it was compiled for."""
+        self._pristine, self._vocab_size = pristine, vocab_size
 
     def matcher(self, tokens: Sequence[int] = ()) -> LlguidanceMatcher:
         """The state after these tokens. Raises `GrammarFailed`."""
-        matcher = LlguidanceMatcher(self._pristine.deep_copy())
+        matcher = LlguidanceMatcher(self._pristine.deep_copy(), self._vocab_size)
         for token_id in tokens:
             matcher.accept(token_id)
         return matcher
@@ -160,14 +161,15 @@ class LlguidanceGrammar:
 class LlguidanceMatcher:
     """One answer's state."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
 
-    def fill_mask(self, mask: Any) -> None:
-        """Write the permitted tokens as bits. Raises `GrammarFailed`."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)  # raises nothing: see `_require_healthy`
-        self._require_healthy()
-        mask[:] = bits[: len(mask)]
+    def permitted(self) -> Any:
+        """The permitted tokens as bits. Raises `GrammarFailed`."""
+        words = np.empty(-(-self._vocab_size // 32), dtype=np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)  # refuses a buffer of another size
+        self._require_healthy()  # it raises nothing else
+        return words.view(np.uint8)
 
     def accept(self, token_id: int) -> None:
         """Advance by one token. Raises `GrammarFailed`."""
@@ -182,7 +184,7 @@ class LlguidanceMatcher:
 
     def copy(self) -> LlguidanceMatcher:
         """Another one with the same state; both share the lexer."""
-        return LlguidanceMatcher(self._matcher.deep_copy())
+        return LlguidanceMatcher(self._matcher.deep_copy(), self._vocab_size)
 
     def num_permitted(self, token_ids: Sequence[int]) -> int:
         """Number of the tokens that could be accepted."""

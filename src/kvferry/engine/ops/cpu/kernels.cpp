@@ -54,6 +54,10 @@ void rotate(const RotateCall* call, int64_t half) { half ? rotate<BFloat16>(*cal
 
 void write_kv(const WriteCall* call) { write(*call); }
 
+int64_t most_likely_permitted(const float* logits, const uint8_t* permitted, int64_t size) {
+    return largest_permitted(logits, permitted, size);
+}
+
 // several of the above in one call, on `rows` rows (tokens) each
 void run_steps(const KernelStep* steps, int64_t count, int64_t rows, int64_t half) {
     for (const KernelStep* step = steps; step < steps + count; ++step) switch (step->kind) {

@@ -78,6 +78,33 @@ template <class T> void rotate(const RotateCall& call) {
                           static_cast<const Element*>(call.sine) + token * call.size, call.size);
 }
 
+typedef float Eight __attribute__((vector_size(32), aligned(4)));
+typedef int32_t EightBits __attribute__((vector_size(32)));
+
+// Whether each of eight tokens is permitted by its bit, the lowest first: all bits of a lane or none.
+EightBits lanes_of(uint8_t permitted) {
+    return (int32_t(permitted) & EightBits{1, 2, 4, 8, 16, 32, 64, 128}) != 0;
+}
+
+// The first of the largest logits[size] among permitted tokens; -1: there is none above minus infinity.
+int64_t largest_permitted(const float* logits, const uint8_t* permitted, int64_t size) {
+    const float none = -std::numeric_limits<float>::infinity();
+    Eight largest_by_lane = Eight{} + none;
+    for (int64_t i = 0; i + 8 <= size; i += 8)
+        if (permitted[i / 8]) {
+            const Eight group = *reinterpret_cast<const Eight*>(logits + i);
+            largest_by_lane = (lanes_of(permitted[i / 8]) & (group > largest_by_lane)) ? group : largest_by_lane;
+        }
+    float largest = none;
+    for (int lane = 0; lane < 8; ++lane) largest = std::max(largest, largest_by_lane[lane]);
+    for (int64_t i = size / 8 * 8; i < size; ++i)
+        if (permitted[i / 8] >> i % 8 & 1) largest = std::max(largest, logits[i]);
+    if (largest == none) return -1;
+    for (int64_t i = 0; i < size; ++i)
+        if (logits[i] == largest && permitted[i / 8] >> i % 8 & 1) return i;
+    return -1;
+}
+
 void write(const WriteCall& call) {
     for (int64_t token = 0; token < call.tokens; ++token)
         for (int64_t head = 0; head < call.kv_heads; ++head) {

@@ -21,7 +21,6 @@ import ray
 from ray.exceptions import RayError
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.runtime.threads import Thread
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +122,7 @@ async def in_thread(
     def settle(result: Any, error: Exception | None) -> None:
         if future.done():
             if late is not None and error is None:
-                Thread(late, result, name="kvferry-ray").start()
+                threading.Thread(target=late, args=(result,), name="kvferry-ray", daemon=True).start()
         elif error is None:
             future.set_result(result)
         else:
@@ -140,7 +139,7 @@ async def in_thread(
         if until is not None:
             until.wait()
 
-    Thread(run, name="kvferry-ray").start()
+    threading.Thread(target=run, name="kvferry-ray", daemon=True).start()
     async with asyncio.timeout(within_s):
         return await future
 

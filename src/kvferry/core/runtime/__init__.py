@@ -1,1 +1,0 @@
-"""Tasks, event loops and threads of a process, its standard streams, and its end."""
