@@ -10,8 +10,8 @@ from hunts.fleet_scenario import draw_fleet
 from hunts.hunt import AnyScenario, ScenarioKind, hunt, run_any, shrink
 from hunts.scenario import Report, draw
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.process_exit import exit_process
-from kvferry.core.streams import OutputError, prepare_streams
+from kvferry.core.runtime.process_exit import exit_process
+from kvferry.core.runtime.streams import OutputError, prepare_streams
 
 _MAX_VIOLATIONS = 6
 _FEW_SEEDS = 8

@@ -13,7 +13,7 @@ from typing import IO
 import pytest
 
 from kvferry.cli import main as command
-from kvferry.core.streams import EXIT_UNREAD
+from kvferry.core.runtime.streams import EXIT_UNREAD
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.processes.process import PROGRAM
 from kvferry.fleet.spec.fleet_spec import fleet_from

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import jsonschema
 import pytest
 
@@ -141,6 +142,57 @@ def test_calls_are_valid_and_the_same_over_two_instances(
         assert streamed(alone, name) == expected
         assert whole(apart, name) == expected
         assert streamed(apart, name) == expected
+
+
+def test_named_tokens_and_intervals_are_the_same_over_two_instances(
+    plain: KvferryProcess, disaggregated: Cluster
+) -> None:
+    body = {
+        **{"model": "m", "messages": [{"role": "user", "content": "Bern?"}], "max_tokens": 24, "temperature": 0},
+        **{"logprobs": True, "logprob_token_ids": [300, 7], "return_prompt_text": True, "ignore_eos": True},
+    }
+    answers = [post(process, body) for process in (plain, disaggregated.router)]
+    for answer in answers:
+        for position in answer["choices"][0]["logprobs"]["content"]:
+            assert position["top_logprobs"][0]["logprob"] == position["logprob"]
+            assert len(position["top_logprobs"]) in (2, 3)
+        assert "Bern?" in answer["prompt_text"]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    streams = [
+        post(process, {**body, "stream": True, "stream_interval": 8}) for process in (plain, disaggregated.router)
+    ]
+    for events in streams:
+        pieces = [event["choices"][0]["logprobs"]["content"] for event in events[1:]]
+        assert [position for piece in pieces for position in piece] == answers[0]["choices"][0]["logprobs"]["content"]
+        assert [len(piece) for piece in pieces][:2] == [1, 8]
+
+
+def post(process: KvferryProcess, body: dict[str, Any]) -> Any:
+    """The answer, or the events of a stream."""
+    response = httpx.post(f"{process.url}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    if not body.get("stream"):
+        return response.json()
+    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+
+
+def test_a_budget_of_messages_ends_the_thought(plain: KvferryProcess, disaggregated: Cluster) -> None:
+    body = {
+        **{"model": "m", "messages": [{"role": "user", "content": "Bern?"}], "max_tokens": 200, "seed": 7},
+        **{"thinking": {"type": "enabled", "budget_tokens": 30}, "tools": [], "temperature": 0, "ignore_eos": True},
+    }
+    thoughts = set()
+    for process in (plain, disaggregated.router):
+        for budget in (30, 5):
+            body["thinking"] = {"type": "enabled", "budget_tokens": budget}
+            response = httpx.post(f"{process.url}/v1/messages", json=body, timeout=60)
+            assert response.status_code == 200, response.text
+            [thought, text] = response.json()["content"]
+            assert (thought["type"], text["type"]) == ("thinking", "text")
+            thoughts.add((budget, thought["thinking"], text["text"]))
+    assert len(thoughts) == 2
+    (long, short) = sorted((thought for _, thought, _ in thoughts), key=len, reverse=True)
+    assert long.startswith(short)
 
 
 def require_valid(name: str, choice: Any) -> None:

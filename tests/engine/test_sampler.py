@@ -16,7 +16,7 @@ from transformers import (
 
 from kvferry.core.errors import InvalidRequest, LogitsNotFinite
 from kvferry.core.request import Request
-from kvferry.core.sampling import SamplingParams
+from kvferry.core.sampling import MIN_LOGPROB, SamplingParams
 from kvferry.engine.model_runner import LogitRows, draw
 from kvferry.engine.ops.most_likely import Bits
 from kvferry.engine.sampler import adjust_logits, keep_likely, permitted_tokens, sample, token_logprobs
@@ -215,6 +215,20 @@ def test_logprobs_are_those_of_the_untouched_logits() -> None:
     assert list(found.top) == order[:3].tolist()
     assert token_logprobs(logits, 0, None) is None
     assert token_logprobs(logits, 0, 0).top == {}  # type: ignore[union-attr]
+
+
+def test_logprobs_of_tokens_by_their_ids() -> None:
+    logits = random_logits()[0]
+    logits[2] = float("-inf")
+    expected = logits.log_softmax(-1)
+    found = token_logprobs(logits, 7, 20, (3, 7, 2))
+    assert found is not None
+    assert list(found.top) == [7, 3, 2]
+    assert found.top[3] == pytest.approx(float(expected[3]), abs=1e-6)
+    assert found.top[2] == MIN_LOGPROB
+    [sampled] = sample(logits[None], [sequence_of([1], logprobs=0, logprob_token_ids=(3,))], frozenset())
+    assert sampled.logprobs is not None
+    assert list(sampled.logprobs.top) == [sampled.token_id, 3]
 
 
 def test_half_precision_and_extreme_temperature_stay_finite() -> None:

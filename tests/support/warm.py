@@ -160,7 +160,7 @@ def _take_environment(environment: dict[str, str]) -> None:
 def _run_command(ready_fd: int, arguments: list[str], environment: dict[str, str], log: str) -> None:
     """What `python -m kvferry.cli.main` does."""
     from kvferry.cli.main import main
-    from kvferry.core.process_exit import exit_process
+    from kvferry.core.runtime.process_exit import exit_process
 
     _take_environment(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)

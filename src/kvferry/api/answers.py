@@ -145,6 +145,7 @@ class ApiAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     model: str
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
     kv_transfer_params: dict[str, Any] | None = None
     timeline: dict[str, float] | None = None

@@ -22,7 +22,7 @@ WITHOUT_EFFECT = frozenset(
         # vLLM. `mm_payload`, `return_mm_kwargs` and `routed_experts_prompt_start` refine what is requested otherwise.
         *("early_stopping", "ec_transfer_params", "length_penalty", "media_io_kwargs"),
         *("guided_decoding_backend", "include_reasoning", "mm_payload", "mm_processor_kwargs", "return_mm_kwargs"),
-        *("routed_experts_prompt_start", "session_id", "stream_interval"),
+        *("routed_experts_prompt_start", "session_id"),
         # SGLang
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_labels", "data_parallel_rank"),
         *("disagg_prefill_dp_rank", "images_config", "max_dynamic_patch", "min_dynamic_patch", "ngram_corpus_id"),
@@ -68,10 +68,9 @@ REFUSED: dict[str, Refusal] = {
     "guided_regex": Refusal("use structured_outputs.regex"),
     "guided_whitespace_pattern": Refusal("use structured_outputs.whitespace_pattern"),
     "logits_processors": _LIST,
-    "logprob_token_ids": _LIST,
     "prompt_embeds": _LIST,
     "repetition_detection": Refusal(),
-    "return_prompt_text": _FLAG,
+    "return_prompt_text": Refusal(_CHAT_ONLY, (False,)),
     "return_token_offsets": _FLAG,
     "use_beam_search": Refusal("beam search is not supported", (False,)),
     "vllm_xargs": Refusal("this server has no logits processors that could read it", ({},)),

@@ -12,6 +12,7 @@ import msgspec
 
 from kvferry.api.structured_outputs import ResponseFormat, StructuredOutputsParams
 from kvferry.api.tools import ToolChoiceObject, ToolUse, tool_use_of
+from kvferry.core.sampling import MAX_LOGPROB_TOKENS
 
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Integers of 64 bits: Python's are unlimited, but the arithmetic that uses them is not."""
@@ -102,6 +103,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     min_tokens: Integer | None = None
     ignore_eos: bool | None = None
     allowed_token_ids: Annotated[list[Integer], msgspec.Meta(min_length=1, max_length=16384)] | None = None
+    logprob_token_ids: Annotated[list[Integer], msgspec.Meta(max_length=MAX_LOGPROB_TOKENS)] | None = None
+    """Tokens whose log-probabilities are returned at each position, instead of the most likely ones."""
+
     bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=256)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
@@ -114,6 +118,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    stream_interval: Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[Name, msgspec.Meta(min_length=1)] | None = None
     priority: Integer | None = None
@@ -161,6 +166,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Name | None = None
+    return_prompt_text: bool | None = None
 
     def tool_use(self) -> ToolUse:
         """The calls that the request permits. Raises `InvalidRequest`."""

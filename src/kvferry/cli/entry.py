@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from kvferry.core.streams import prepare_streams
+from kvferry.core.runtime.streams import prepare_streams
 
 
 def main() -> NoReturn:
@@ -16,7 +16,7 @@ def main() -> NoReturn:
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:  # and not ignored, as under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from kvferry.core.process_exit import exit_process
+    from kvferry.core.runtime.process_exit import exit_process
 
     if len(sys.argv) == 1:
         from kvferry.cli.home import main as run_home  # which needs no other command

@@ -32,10 +32,10 @@ from kvferry.cli.serving.router import router
 from kvferry.cli.serving.serve import serve
 from kvferry.cli.variables import refuse_unread
 from kvferry.cli.whole_numbers import require_whole_numbers
-from kvferry.core.process_exit import EXIT_USER_ERROR, exit_code_of, exit_process, report_error
+from kvferry.core.runtime.process_exit import EXIT_USER_ERROR, exit_code_of, exit_process, report_error
+from kvferry.core.runtime.streams import EXIT_UNREAD, OutputError, prepare_streams
 from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
 from kvferry.core.settings.flags import flag_name
-from kvferry.core.streams import EXIT_UNREAD, OutputError, prepare_streams
 from kvferry.fleet.spec.variables import CONFIG_VARIABLE
 from kvferry.observe.logs import LogConfig, set_up_logging
 

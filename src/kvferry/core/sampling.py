@@ -13,6 +13,12 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
+MIN_LOGPROB = -9999.0
+"""JSON has no minus infinity; OpenAI sends this instead."""
+
+MAX_LOGPROB_TOKENS = 128
+"""Number of tokens whose log-probabilities can be requested by their ids, as in vLLM."""
+
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Settings of a checkpoint's `generation_config.json` that apply to requests without their own."""
 
@@ -44,6 +50,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are returned instead of those of the most likely ones."""
     prompt_logprobs: int | None = None
     seed: int | None = None
 

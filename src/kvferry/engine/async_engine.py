@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
+from kvferry.core.runtime.threads import Thread
 from kvferry.engine.engine import Engine
 from kvferry.engine.stepped import SteppedEngine
 
@@ -22,7 +23,7 @@ class AsyncEngine(SteppedEngine):
     def __init__(self, engine: Engine, model_names: Sequence[str]) -> None:
         super().__init__(engine, model_names)
         self._wakeup = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
+        self._thread = Thread(self._run, name="kvferry-engine")
 
     def start(self) -> None:
         """Begin stepping. Call from the event loop that will listen."""

@@ -30,12 +30,12 @@ from kvferry.core import entropy
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import Clock
-from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost, RequestError
 from kvferry.core.messages.hand_off import Consume, Produce
 from kvferry.core.messages.kept import TierShare
 from kvferry.core.messages.kv_keys import LOAD_FIELD, STORE_FIELD
 from kvferry.core.request import EngineOutput, Request, are_tokens
+from kvferry.core.runtime.closing import close_all
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.cached_order import make_cached_order

@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import uvloop
 
-from kvferry.core.process_exit import ShutdownDeadline, shutdown_deadline
+from kvferry.core.runtime.process_exit import ShutdownDeadline, shutdown_deadline
+from kvferry.core.runtime.threads import run_server
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.core.struct_types import build_struct_types
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
@@ -56,13 +55,11 @@ def run_instance(
         server, **parsers, default_chat_template_kwargs=engine.default_chat_template_kwargs
     )
     template = None if engine.chat_template is None else read_chat_template(engine.chat_template)
-    build_struct_types()  # connectors have threads
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
     override_model(loaded.model, template, engine.override_generation_config)
-    build_struct_types()  # also those that the connectors have imported
     _freeze()
     with shutdown_deadline() as limit:
-        return uvloop.run(
+        return run_server(
             limit.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar, limit, beside, page))
         )
 

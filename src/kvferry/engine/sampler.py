@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvferry.core.errors import InvalidRequest, LogitsNotFinite
 from kvferry.core.messages.hand_off import TokenLogprobs
-from kvferry.core.sampling import SamplingParams, banned_tokens, uniform_draw
+from kvferry.core.sampling import MIN_LOGPROB, SamplingParams, banned_tokens, uniform_draw
 from kvferry.core.structured_outputs import Matcher
 from kvferry.engine.ops.most_likely import Bits, exclusions, most_likely_permitted
 from kvferry.engine.scheduling.sequence import Sequence
@@ -65,7 +65,7 @@ def sample(
         for row, token in zip(random, drawn.tolist(), strict=True):
             tokens[row] = token
     return [
-        SampledToken(token, token_logprobs(logits[row], token, sequences[row].request.sampling.logprobs))
+        SampledToken(token, _sampled_logprobs(logits[row], token, sequences[row].request.sampling))
         for row, token in enumerate(tokens)
     ]
 
@@ -160,16 +160,28 @@ def _adjust_rows(
     return adjusted
 
 
-def token_logprobs(logits: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
+def _sampled_logprobs(logits: Tensor, token_id: int, sampling: SamplingParams) -> TokenLogprobs | None:
+    return token_logprobs(logits, token_id, sampling.logprobs, sampling.logprob_token_ids)
+
+
+def token_logprobs(
+    logits: Tensor, token_id: int, num_top: int | None, token_ids: Rows[int] = ()
+) -> TokenLogprobs | None:
     """The log-probabilities of one position, with the `num_top` most likely tokens (None: no log-probabilities);
-    logits [vocab]. Raises `LogitsNotFinite`."""
+    logits [vocab]. `token_ids`: the tokens to return after the position's own, instead of the most likely ones. Raises
+    `LogitsNotFinite`."""
     if num_top is None:
         return None
     require_finite(logits)
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs[token_id]
     rank = int((logprobs > chosen).sum()) + 1
-    values, ids = logprobs.topk(num_top)
+    if token_ids:
+        ids = torch.tensor([token_id, *token_ids], device=logprobs.device)
+        values = logprobs[ids]
+    else:
+        values, ids = logprobs.topk(num_top)
+    values = values.clamp_min(MIN_LOGPROB)  # tickets are JSON, which has no infinity
     return TokenLogprobs(token_id, float(chosen), rank, dict(zip(ids.tolist(), values.tolist(), strict=True)))
 
 

@@ -21,8 +21,8 @@ from kvferry.core.messages.hand_off import HandOff, Produce
 from kvferry.core.messages.instance_facts import EventsAddress, InstanceFacts, TicketKinds
 from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
+from kvferry.core.runtime.tasks import Waiter
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.tasks import Waiter
 from kvferry.engine.core import EngineCore
 from kvferry.engine.statistics import EngineSnapshot
 from kvferry.engine.structured.library import can_constrain

@@ -24,8 +24,8 @@ from kvferry.connectors.api import (
 )
 from kvferry.connectors.registry import find_connector
 from kvferry.core.blocks.layout import KVLayout
-from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, RequestFailed
+from kvferry.core.runtime.closing import close_all
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.blocks.kv_cache import KVCache, choose_num_blocks

@@ -17,11 +17,11 @@ import select
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from kvferry.core.compiled import NotCompiled, compiled
 from kvferry.core.errors import ProtocolError, TransferError
+from kvferry.core.runtime.threads import Thread
 from kvferry.http.client.call import Call
 from kvferry.http.client.connection import ClientConnection
 from kvferry.http.server.response import Response
@@ -144,7 +144,7 @@ def _compile_in_background() -> asyncio.Future[ctypes.PyDLL | None]:
         with suppress(RuntimeError):  # the loop is closed
             future.get_loop().call_soon_threadsafe(lambda: None if future.done() else future.set_result(result))
 
-    Thread(target=find, name="compiles the relay", daemon=True).start()
+    Thread(find, name="compiles the relay").start()
     return future
 
 

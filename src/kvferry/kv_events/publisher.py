@@ -14,6 +14,7 @@ from typing import Any
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError
+from kvferry.core.runtime.threads import Thread
 from kvferry.kv_events.messages import Event, encode_batch
 from kvferry.kv_events.replays import MAX_UNSENT, Replays
 from kvferry.kv_events.sockets import require_endpoint, zmq
@@ -65,7 +66,7 @@ class KVEventPublisher:
         self.topic_bytes = 0
         """Bytes of the topics to which followers subscribe now."""
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve_replays, name="kv-event-replay", daemon=True)
+        self._thread = Thread(self._serve_replays, name="kv-event-replay")
         self._thread.start()
 
     def publish(self, events: list[Event]) -> None:

@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatch
@@ -24,6 +24,7 @@ from typing import Any
 import xxhash
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.runtime.threads import ThreadPool
 from kvferry.models.digest_cache import DigestCache, FileState
 
 CHUNK_BYTES = 8 * 2**20
@@ -232,7 +233,7 @@ def _files(root: Path) -> Iterator[tuple[str, Path]]:
 def _read_all(states: Sequence[FileState], on_progress: ReadProgress) -> list[str]:
     counted: list[int] = []
     num_bytes = sum(state.size for state in states)
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvferry-digest") as pool:
+    with ThreadPool(NUM_THREADS, name="kvferry-digest") as pool:
         reads = [pool.submit(_digest, Path(state.path), counted.append) for state in states]
         timeout_s = FIRST_REPORT_S
         while wait(reads, timeout_s).not_done:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvloop
 
-from kvferry.core.process_exit import ShutdownDeadline, shutdown_deadline
-from kvferry.core.struct_types import build_struct_types
+from kvferry.core.runtime.process_exit import ShutdownDeadline, shutdown_deadline
+from kvferry.core.runtime.threads import run_server
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer, signals_end
@@ -48,10 +47,9 @@ def run_router(
     grace period that `http` sets. Raises `ConfigError` if the address cannot be used, a file cannot be read, or the
     configured instances are not enough for a router.
     """
-    build_struct_types()
     http = msgspec.structs.replace(http, max_body_bytes=config.max_body_bytes)
     with shutdown_deadline() as limit:
-        return uvloop.run(limit.run(_serve(config, http, access, group, page, on_ready, limit)))
+        return run_server(limit.run(_serve(config, http, access, group, page, on_ready, limit)))
 
 
 def freeze_garbage_collector() -> None:

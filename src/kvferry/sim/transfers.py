@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from kvferry.core.errors import KvferryError, PeerLost
 from kvferry.core.messages.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_frame, encode_frame, frame_length
-from kvferry.core.tasks import Waiter
+from kvferry.core.runtime.tasks import Waiter
 from kvferry.sim.kv import KVContents
 from kvferry.sim.loop import SimLoop, SimProcess
 from kvferry.sim.network import AcceptedSocket, Network, SimTransport

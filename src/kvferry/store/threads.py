@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvferry.core.errors import StoreError
+from kvferry.core.runtime.threads import Thread
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -116,7 +117,7 @@ class Threads:
             self._changed.notify()
         elif self._num_threads - self._num_left < self._number:
             self._num_threads += 1
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            Thread(self._work, name=self._name).start()
 
     def _leave(self, call: ThreadCall) -> None:
         call.stop.now()

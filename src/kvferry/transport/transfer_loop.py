@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from kvferry.core.errors import KvferryError, LeakError, TransferError
+from kvferry.core.runtime.threads import Thread
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class TransferLoop:
     """Start it once, close it once. In between, any thread may `submit` and `call`."""
 
     def __init__(self, name: str = "kvferry-transfer") -> None:
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Thread(self._run, name=name)
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event

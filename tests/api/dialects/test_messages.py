@@ -179,6 +179,16 @@ def test_the_options_of_the_template_are_the_clients() -> None:
     assert chat["chat_template_kwargs"] == {"enable_thinking": 7, "thinking": True, "other": 1}
 
 
+def test_the_budget_of_thinking_is_the_engines() -> None:
+    enabled = {"type": "enabled", "budget_tokens": 1024}
+    assert translate(messages=[USER], thinking=enabled)[0]["thinking_token_budget"] == 1024
+    assert translate(messages=[USER], thinking=enabled, thinking_token_budget=40)[0]["thinking_token_budget"] == 40
+    for thinking in ({"type": "disabled", "budget_tokens": 5}, {"type": "adaptive"}, {"type": "enabled"}):
+        assert "thinking_token_budget" not in translate(messages=[USER], thinking=thinking)[0]
+    with pytest.raises(InvalidRequest, match="budget_tokens"):
+        translate(messages=[USER], thinking={"type": "enabled", "budget_tokens": -1})
+
+
 def test_counting_tokens_takes_what_makes_the_prompt() -> None:
     request = {"model": "m", "messages": [USER], "system": "s", "tools": [], "tool_choice": {"type": "auto"}}
     translated = translate_token_count(json.dumps(request).encode(), "1")

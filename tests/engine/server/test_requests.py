@@ -106,6 +106,55 @@ async def test_echo_asks_for_the_prompts_logprobs(asker: Asker) -> None:
     assert request.sampling.max_tokens == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_logprobs_of_tokens_by_their_ids(asker: Asker, path: str) -> None:
+    chat = path.endswith("chat/completions")
+    prompt = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+    asked = {"logprobs": True} if chat else {"logprobs": 0}
+    status, answer = await asker.post(path, {**prompt, **asked, "max_tokens": 1, "logprob_token_ids": [9, 3, 9]})
+    assert status == 200, answer
+    assert asker.engine.requests[-1].sampling.logprob_token_ids == (9, 3)
+    for fields in ({**asked, "logprob_token_ids": [10**6]}, {"logprob_token_ids": [1]}):
+        error = await asker.refused(path, **prompt, **fields)
+        assert error["param"] == "logprob_token_ids"
+    error = await asker.refused(path, **prompt, **asked, logprob_token_ids=[1] * 129)
+    assert error["param"] == "logprob_token_ids"
+
+
+async def test_the_prompts_text(asker: Asker) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "the quick fox"}], "max_tokens": 3}
+    path, asked = "/v1/chat/completions", {**body, "return_prompt_text": True}
+    assert "prompt_text" not in (await asker.post(path, body))[1]
+    text = (await asker.post(path, asked))[1]["prompt_text"]
+    assert "the quick fox" in text
+    async with asker.client.post(path, json={**asked, "stream": True}) as response:
+        events = [json.loads(line[6:]) for line in (await response.text()).splitlines() if line.startswith("data: {")]
+    assert [event["prompt_text"] for event in events if "prompt_text" in event] == [text]
+    truncated = (await asker.post(path, {**asked, "truncate_prompt_tokens": 2}))[1]["prompt_text"]
+    assert 0 < len(truncated) < len(text)
+    assert text.endswith(truncated)
+    assert (await asker.refused(return_prompt_text=True))["param"] == "return_prompt_text"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_the_interval_of_a_stream(asker: Asker, path: str) -> None:
+    prompt: dict[str, Any] = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    prompt.pop("prompt" if "chat" in path else "messages")
+    body = {**prompt, "max_tokens": 12, "stream": True, "return_token_ids": True, "ignore_eos": True, "n": 2, "seed": 3}
+
+    async def tokens_of_events(**fields: Any) -> tuple[list[int], list[int]]:
+        async with asker.client.post(path, json={**body, **fields}) as response:
+            text = await response.text()
+        events = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
+        pieces = [event["token_ids"] for event in events if event["index"] == 1 and event.get("token_ids")]
+        return [len(piece) for piece in pieces], [token for piece in pieces for token in piece]
+
+    _, tokens = await tokens_of_events()
+    assert await tokens_of_events(stream_interval=5) == ([1, 5, 5, 1], tokens)
+    assert await tokens_of_events(stream_interval=2**31) == ([1, 11], tokens)
+    assert (await asker.refused(path, **prompt, stream_interval=0))["param"] == "stream_interval"
+
+
 # Prompts and lengths.
 
 
@@ -365,7 +414,7 @@ async def test_unknown_fields_are_told_of_in_a_header(asker: Asker, path: str) -
 
 
 async def test_tools_that_are_never_called_are_told_of(asker: Asker, caplog: pytest.LogCaptureFixture) -> None:
-    endpoint._log_tools.cache_clear()
+    endpoint._log_once.cache_clear()
     body = {**ROUTES["/v1/chat/completions"], "tools": [{"type": "function", "function": {"name": "f"}}]}
     for fields, warning in (
         ({}, "tools: no parser of this model's calls is known"),

@@ -361,7 +361,11 @@ async def test_a_thought_has_a_budget() -> None:
         ):
             assert permits(asker, await matcher_of(asker, thinking_token_budget=5), text) == is_good, text
     async with asking("hi", reasoning_parser="none") as asker:
-        assert (await asker.post({**BODY, "thinking_token_budget": 5}, 400))["param"] == "thinking_token_budget"
+        await asker.post({**BODY, "thinking_token_budget": 5})
+        assert asker.engine.requests[-1].sampling.structured_outputs is None
+    async with asking("hi", reasoning_parser="gpt_oss") as asker:
+        error = await asker.post({**BODY, "thinking_token_budget": 5}, 400)
+        assert "the same two texts" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from kvferry.connectors.api import ConnectorContext, HandsOff, statistics_of
 from kvferry.connectors.caching import KeepsBlocks
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, ConnectorLost
-from kvferry.core.struct_types import build_struct_types
+from kvferry.core.runtime.threads import build_struct_types
 
 
 class KvferryConnector(KVConnectorBase_V1):

@@ -41,7 +41,7 @@ from kvferry.connectors.api import (
 from kvferry.connectors.caching import StoresBlocks
 from kvferry.connectors.registry import find_connector
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.closing import close_all
+from kvferry.core.runtime.closing import close_all
 from kvferry.transport.memory import Region
 
 log = logging.getLogger(__name__)

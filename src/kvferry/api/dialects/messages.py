@@ -71,11 +71,11 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct):
-    """The thinking before an answer. `budget_tokens` is a target, which this server does not enforce; see
-    `thinking_token_budget`. `display` "omitted": the thoughts are left out of the answer."""
+    """The thinking before an answer. `budget_tokens`: the largest number of its tokens, of type "enabled" only.
+    `display` "omitted": the thoughts are left out of the answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Integer | None = None
+    budget_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -207,6 +207,7 @@ def translate_messages(raw: bytes, request_id: str) -> Translated:
         user=user,
         tool_choice=_tool_choice(request.tool_choice),
         response_format=_response_format(request),
+        thinking_token_budget=_thinking_budget(request),
     )
     if request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use:
         chat["parallel_tool_calls"] = False
@@ -251,6 +252,15 @@ def _template_options(request: CountTokensRequest) -> dict[str, Any] | None:
         thinks = request.thinking.type == "enabled"
         options = {"enable_thinking": thinks, "thinking": thinks} | options
     return options or None
+
+
+def _thinking_budget(request: MessagesRequest) -> int | None:
+    """The largest number of tokens of the thinking. A budget under vLLM's name, which may be smaller than Anthropic's
+    1,024, is the client's last word."""
+    thinking = request.thinking
+    if request.thinking_token_budget is not None or thinking is None or thinking.type != "enabled":
+        return None
+    return thinking.budget_tokens
 
 
 def _hides_thoughts(thinking: Thinking | None) -> bool:

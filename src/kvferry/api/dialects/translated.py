@@ -42,6 +42,7 @@ class PassedFields(msgspec.Struct, kw_only=True):
     bad_words: Any = None
     allowed_token_ids: Any = None
     include_stop_str_in_output: Any = None
+    stream_interval: Any = None
     skip_special_tokens: Any = None
     structured_outputs: Any = None
     thinking_token_budget: Any = None

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 import msgspec
-import uvloop
 
 from kvferry.bridge.dynamo.model import ModelFiles, read_model
 from kvferry.bridge.dynamo.runtime import DynamoRuntime, WorkerClient
@@ -24,7 +23,8 @@ from kvferry.bridge.dynamo.serving import open_worker, serve_worker
 from kvferry.bridge.dynamo.worker import DynamoWorker
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.messages.dynamo import BridgeSettings, WorkerNews
-from kvferry.core.process_exit import exit_process, shutdown_deadline
+from kvferry.core.runtime.process_exit import exit_process, shutdown_deadline
+from kvferry.core.runtime.threads import run_server
 from kvferry.http.server.listen import authority
 from kvferry.observe.logs import LogConfig, set_up_logging
 
@@ -161,7 +161,7 @@ def main() -> None:
     with shutdown_deadline() as limit:
         try:
             _ends_with_parent(int(sys.argv[1]))
-            uvloop.run(_run(_read_settings()))
+            run_server(_run(_read_settings()))
         except ConfigError as error:
             log.error("%s", error)
             code = 2

@@ -20,7 +20,6 @@ from itertools import pairwise
 from typing import Literal
 
 import msgspec
-import uvloop
 
 from kvferry.bridge.dynamo.card import ModelCard
 from kvferry.bridge.dynamo.discovery_folder import discovery_folder
@@ -31,7 +30,8 @@ from kvferry.core import entropy
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.dynamo import DynamoEndpoint
 from kvferry.core.messages.instance_facts import EventsAddress
-from kvferry.core.process_exit import EXIT_USER_ERROR, exit_process, shutdown_deadline
+from kvferry.core.runtime.process_exit import EXIT_USER_ERROR, exit_process, shutdown_deadline
+from kvferry.core.runtime.threads import run_server
 from kvferry.http.server.listen import authority
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.observe.logs import LogConfig, set_up_logging
@@ -201,7 +201,7 @@ def main() -> None:
             published_events(settings.command)
             system_port = os.environ.pop(_SYSTEM_PORT, "")  # or the runtime of this process would listen there
             os.environ.update(worker_environment(settings, os.environ, folder))
-            code = uvloop.run(DynamoMember(settings, system_port).run())
+            code = run_server(DynamoMember(settings, system_port).run())
         except ConfigError as error:
             log.error("%s", error)
             code = EXIT_USER_ERROR

@@ -14,7 +14,7 @@ import msgspec
 from kvferry.bridge.dynamo.messages import WorkerOutput, read_output
 from kvferry.bridge.dynamo.runtime import WorkerClient, WorkerLost
 from kvferry.core.errors import RequestError
-from kvferry.core.tasks import BackgroundTasks
+from kvferry.core.runtime.tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from kvferry.cli.flags import complete
 from kvferry.cli.serving.alongside import ENDPOINT, run_alongside
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
-from kvferry.core.process_exit import run_async
+from kvferry.core.runtime.threads import run_async
 from kvferry.core.settings.bounds import SECONDS
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec.fleet_settings import FleetSettings

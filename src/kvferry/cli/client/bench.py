@@ -18,7 +18,7 @@ from kvferry.cli.client.stream import OpenAIClient
 from kvferry.cli.client.talk import choose_model
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
-from kvferry.core.process_exit import run_async
+from kvferry.core.runtime.threads import run_async
 from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.units import percent
 from kvferry.sim.targets import Targets, parse_targets

@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.cli.client.stream import COMPLETIONS_PATH, OpenAIClient, Reply, ServedModel
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError, KvferryError
-from kvferry.core.tasks import BackgroundTasks
+from kvferry.core.runtime.tasks import BackgroundTasks
 from kvferry.http.headers import RawHeaders
 from kvferry.sim.targets import Targets
 from kvferry.sim.traffic import Arrival, TracePrompt

@@ -18,7 +18,7 @@ from kvferry.cli.watch.servers import Servers
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.messages.traffic import TRAFFIC_PATH, RequestObservation, TrafficReport
-from kvferry.core.process_exit import run_async
+from kvferry.core.runtime.threads import run_async
 from kvferry.core.settings.bounds import Bounds
 from kvferry.sim.traffic import COLUMNS
 

@@ -20,7 +20,7 @@ from kvferry.cli.client.stream import (
 from kvferry.cli.text import milliseconds, printable
 from kvferry.cli.watch.follow import candidates, find
 from kvferry.core.errors import ConfigError, KvferryError, Unavailable
-from kvferry.core.process_exit import run_async
+from kvferry.core.runtime.threads import run_async
 from kvferry.core.settings.bounds import Bounds
 
 Url = Annotated[

@@ -29,7 +29,7 @@ from kvferry.cli.terminal.display import open_display
 from kvferry.cli.terminal.summary import summary_of
 from kvferry.core.errors import KvferryError
 from kvferry.core.keys import fleet_token
-from kvferry.core.process_exit import run_async
+from kvferry.core.runtime.threads import run_async
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.display import Display

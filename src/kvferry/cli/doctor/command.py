@@ -22,7 +22,7 @@ from kvferry.cli.text import shortened
 from kvferry.cli.watch.servers import Servers
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.host.machine import num_cpus
-from kvferry.core.process_exit import run_async
+from kvferry.core.runtime.threads import run_async
 from kvferry.fleet.places import ledger_of, running_path
 from kvferry.fleet.spec.fleet_spec import read_fleet
 from kvferry.models.catalog import resolve

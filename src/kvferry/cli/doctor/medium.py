@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import threading
 from contextlib import suppress
 
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
+from kvferry.core.runtime.threads import Thread
 
 NUM_BYTES = 64 * 2**20
 _CHUNK = 2**20
@@ -35,7 +35,7 @@ def shared_memory_rate(num_bytes: int = NUM_BYTES, clock: Clock = SYSTEM_CLOCK) 
 def loopback_rate(num_bytes: int = NUM_BYTES, clock: Clock = SYSTEM_CLOCK) -> float:
     """Bytes a second of one TCP connection within this machine. Raises `OSError`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = threading.Thread(target=_send, args=(server.getsockname(), num_bytes), daemon=True)
+        sender = Thread(_send, server.getsockname(), num_bytes, name="sends")
         server.settimeout(10.0)
         sender.start()
         connection, _ = server.accept()

@@ -16,7 +16,7 @@ from kvferry.cli.router_address import RouterAddress
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
-from kvferry.core.process_exit import run_async
+from kvferry.core.runtime.threads import run_async
 from kvferry.core.settings.bounds import PORT, SECONDS_OR_ZERO
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin

@@ -18,7 +18,8 @@ from kvferry.cli.serving.attended import controlling, exit_now
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
-from kvferry.core.process_exit import ERROR_PREFIX, run_async
+from kvferry.core.runtime.process_exit import ERROR_PREFIX
+from kvferry.core.runtime.threads import run_async
 from kvferry.core.settings.options import unknown_key
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
 from kvferry.fleet.control.controller import Detached, LeadershipLost, ShutdownRequested

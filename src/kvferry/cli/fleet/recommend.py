@@ -15,7 +15,8 @@ from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError
 from kvferry.core.folders.state_folder import state_folder
 from kvferry.core.keys import http_secret
-from kvferry.core.process_exit import run_async, shutdown_signals
+from kvferry.core.runtime.process_exit import shutdown_signals
+from kvferry.core.runtime.threads import run_async
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.recommender import Recommender, read_recommended
 from kvferry.fleet.control.router_client import RouterClient

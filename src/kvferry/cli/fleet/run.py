@@ -16,7 +16,7 @@ from kvferry.cli.fleet.life import require_same_place
 from kvferry.cli.terminal.display import open_display
 from kvferry.cli.terminal.summary import ServeSummary
 from kvferry.core.errors import ConfigError
-from kvferry.core.process_exit import run_async
+from kvferry.core.runtime.threads import run_async
 from kvferry.fleet.display import Display
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_path

@@ -25,7 +25,7 @@ from kvferry.cli.serving.alongside import ENDPOINT, run_alongside
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError, Unavailable
 from kvferry.core.keys import http_secret
-from kvferry.core.process_exit import run_async
+from kvferry.core.runtime.threads import run_async
 from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.files import require_writable
 from kvferry.core.settings.model import changed

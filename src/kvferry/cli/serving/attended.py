@@ -18,7 +18,8 @@ from kvferry.cli.terminal.summary import ServeSummary
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.compiled import report_missing_compiler
 from kvferry.core.host.machine import require_disk_space
-from kvferry.core.process_exit import EXIT_USER_ERROR, run_async, shutdown_signals
+from kvferry.core.runtime.process_exit import EXIT_USER_ERROR, shutdown_signals
+from kvferry.core.runtime.threads import run_async
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, Recipe, backend_class

@@ -16,6 +16,7 @@ from kvferry.cli.terminal.summary import ServeSummary
 from kvferry.cli.watch.state import WatchedState
 from kvferry.core.errors import KvferryError
 from kvferry.core.names import resolve
+from kvferry.core.runtime.threads import Thread, run_async
 
 EVENTS = "kvferry.cli.watch.follow:events"
 """Resolved when it is needed: it imports what serves a page."""
@@ -35,7 +36,7 @@ class LiveLine:
         self._state = WatchedState()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="live line", daemon=True)
+        self._thread = Thread(self._run, name="live line")
 
     def start(self) -> None:
         """Begin to show the line."""
@@ -53,7 +54,7 @@ class LiveLine:
 
     def _run(self) -> None:
         with suppress(asyncio.CancelledError, KvferryError, OSError, ValueError):
-            asyncio.run(self._follow())
+            run_async(self._follow())
 
     async def _follow(self) -> None:
         task = asyncio.current_task()

@@ -16,7 +16,7 @@ from kvferry.cli.text import duration, printable, shortened
 from kvferry.cli.watch.servers import CheckResult, Servers
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
-from kvferry.core.process_exit import run_async
+from kvferry.core.runtime.threads import run_async
 from kvferry.fleet.places import fleet_names, ledger_of
 
 

@@ -22,7 +22,7 @@ from kvferry.cli.watch.follow import candidates, events, find
 from kvferry.cli.watch.state import WatchedState
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
-from kvferry.core.process_exit import run_async
+from kvferry.core.runtime.threads import run_async
 from kvferry.http.tls import client_context
 
 COLUMNS = ("Role", "Instance", "State", "Running", "Waiting", "KV", "Held", "Engine")

@@ -21,7 +21,7 @@ from kvferry.connectors.kv_store.plan import LoadBlocks
 from kvferry.connectors.reports import Reports
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
-from kvferry.core.tasks import BackgroundTasks
+from kvferry.core.runtime.tasks import BackgroundTasks
 from kvferry.store.base import Read
 from kvferry.store.tiered.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop

@@ -19,7 +19,7 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.core.messages.kept import TierShare
-from kvferry.core.tasks import BackgroundTasks
+from kvferry.core.runtime.tasks import BackgroundTasks
 from kvferry.store.block_run import BlockRun, joined, part_of
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.tiered.tier_copies import BATCH_BLOCKS

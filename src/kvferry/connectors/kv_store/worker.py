@@ -31,8 +31,8 @@ from kvferry.connectors.kv_store.plan import SaveBlocks, StoreKeys, StorePlan
 from kvferry.connectors.kv_store.settings import read_settings
 from kvferry.connectors.kv_store.writer import MAX_WAIT_S, StoreWriter
 from kvferry.connectors.reports import Reports
-from kvferry.core.closing import close_all
 from kvferry.core.errors import ConfigError, LeakError, StoreError
+from kvferry.core.runtime.closing import close_all
 from kvferry.store.base import Block
 from kvferry.store.record import LayerViews
 from kvferry.store.tiered.tier import NO_BLOCK

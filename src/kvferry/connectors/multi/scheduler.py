@@ -49,11 +49,11 @@ from kvferry.connectors.multi.plan import MultiPlan
 from kvferry.connectors.multi.settings import child_configs, child_gauges, child_statistics, handing_off, read_children
 from kvferry.connectors.registry import ConnectorSpec, find_connector
 from kvferry.core.blocks.block_hash import BlockHash
-from kvferry.core.closing import close_all
 from kvferry.core.errors import ChildLost, KvferryError, LeakError
 from kvferry.core.messages.hand_off import Consume, HandOff, Produce, Ticket
 from kvferry.core.messages.instance_facts import TicketKinds
 from kvferry.core.messages.kept import TierShare
+from kvferry.core.runtime.closing import close_all
 from kvferry.core.settings.transfer_config import KVTransferConfig
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ its held blocks are free, and the others continue.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -31,8 +30,9 @@ from kvferry.connectors.caching import StoreEvents, StoresBlocks
 from kvferry.connectors.multi.plan import MultiPlan
 from kvferry.connectors.multi.settings import child_gauges, child_statistics, handing_off, read_children
 from kvferry.connectors.registry import ConnectorSpec
-from kvferry.core.closing import close_all
 from kvferry.core.errors import ChildLost, ConfigError, ConnectorLost, LeakError
+from kvferry.core.runtime.closing import close_all
+from kvferry.core.runtime.threads import Thread
 from kvferry.transport.memory import BlockMemory
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         self._hands_off = handing_off([child_context.config for _, child_context in children])
         self.lost: set[int] = set()
         """The indices of the children that raised and are no longer called."""
-        self._closing: dict[int, threading.Thread] = {}
+        self._closing: dict[int, Thread] = {}
         """The threads that close lost children, kept until the closed child no longer touches blocks."""
         self._closed: set[int] = set()
         """Lost children that are closed; written by the threads that close them."""
@@ -234,9 +234,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
     def _mark_lost(self, index: int) -> None:
         """Close a child on a separate thread, because that may take a while; the others continue meanwhile."""
         self.lost.add(index)
-        self._closing[index] = threading.Thread(
-            target=self._close_lost, args=(index,), name=f"kvferry-close-{index}", daemon=True
-        )
+        self._closing[index] = Thread(self._close_lost, index, name=f"kvferry-close-{index}")
         self._closing[index].start()
 
     def _close_lost(self, index: int) -> None:

@@ -28,8 +28,8 @@ from kvferry.connectors.api import (
 from kvferry.connectors.p2p.arrivals import Arrivals
 from kvferry.connectors.p2p.plan import P2pPlan, Save, Seal
 from kvferry.connectors.reports import Reports
-from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, LeakError
+from kvferry.core.runtime.closing import close_all
 from kvferry.transport.connection import Identity
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, lookup_buffer_class
 from kvferry.transport.lookup_buffer.entries import EntryBounds, EntryTable

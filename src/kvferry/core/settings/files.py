@@ -11,13 +11,13 @@ import io
 import os
 import select
 import stat
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.runtime.threads import Thread
 
 MAX_BYTES = 16 * 2**20
 WAIT_S = 10.0
@@ -43,7 +43,7 @@ def run_within(path: Path, limit_s: float, func: Callable[[], T]) -> T:
     """Run `func`, which uses the file at `path`, in a thread, and return its result. Raises `ConfigError` after
     `limit_s`, and abandons the thread."""
     results: list[T | BaseException] = []
-    thread = threading.Thread(target=_capture, args=(func, results), name=f"reads {path}", daemon=True)
+    thread = Thread(_capture, func, results, name=f"reads {path}")
     thread.start()
     thread.join(limit_s)
     if not results:
@@ -73,7 +73,7 @@ class FileTask(Generic[T]):
         if self._running is None or self._running.done():
             self._running = asyncio.get_running_loop().create_future()
             work = (asyncio.get_running_loop(), self._running)
-            threading.Thread(target=self._work, args=work, name=f"follows {self._path}", daemon=True).start()
+            Thread(self._work, *work, name=f"follows {self._path}").start()
         try:
             async with asyncio.timeout(self._limit_s):
                 return await asyncio.shield(self._running)

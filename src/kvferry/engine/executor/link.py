@@ -32,6 +32,7 @@ from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError,
 from kvferry.core.keys import derive
 from kvferry.core.messages import wire
 from kvferry.core.messages.wire import Pipe
+from kvferry.core.runtime.threads import Thread
 from kvferry.core.settings.addresses import parse_address
 from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.engine.executor.messages import engine_end, rank_end
@@ -164,9 +165,7 @@ class RankListener:
         if not self._handshakes.acquire(blocking=False):
             connected.close()
             return
-        threading.Thread(
-            target=self._handshake, args=(connected, host), name="kvferry-rank-greeting", daemon=True
-        ).start()
+        Thread(self._handshake, connected, host, name="kvferry-rank-greeting").start()
 
     def _handshake(self, connected: socket.socket, host: str) -> None:
         try:

@@ -19,9 +19,9 @@ from kvferry.connectors.report_codec import encode_report
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConnectorLost, LeakError, PeerLost, ProtocolError
 from kvferry.core.messages.wire import Pipe
+from kvferry.core.runtime.threads import Thread
 from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.core.struct_types import build_struct_types
 from kvferry.engine.executor import group
 from kvferry.engine.executor.failure_wait import failure_wait_s
 from kvferry.engine.executor.link import Link, join
@@ -80,7 +80,7 @@ class Inbox:
         self._stored: SimpleQueue[TableAnswer | None] = SimpleQueue()  # bounded: one answer a request
         self._request_lock = threading.Lock()
         self._is_woken = threading.Event()
-        threading.Thread(target=self._read, name="kvferry-rank-inbox", daemon=True).start()
+        Thread(self._read, name="kvferry-rank-inbox").start()
 
     def take(self, within_s: float | None = None) -> Command | _Woken | _Gone:
         """Wait for the next command, by default without a limit, since rank 0 may be idle for a long time. Raises
@@ -136,7 +136,6 @@ class RankProcessMain:
 
     def run(self) -> int:
         """Execute commands until `Close`, the end of rank 0, or an error on this rank. Returns the exit code."""
-        build_struct_types()
         try:
             while self._execute(self._inbox.take()):
                 pass

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError, RankLost, UnsupportedModel
+from kvferry.core.runtime.threads import Thread
 from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.engine.executor.link import Link
 from kvferry.engine.executor.messages import (
@@ -140,7 +141,7 @@ class RankProcess:
         self._has_left = self._has_failed = self._has_reported_failure = False
         self._num_missed_pongs = 0
         self._pipe, self._name, self._process = link.pipe, link.name, process
-        self._listener = threading.Thread(target=self._listen, name=f"kvferry-rank-{rank}", daemon=True)
+        self._listener = Thread(self._listen, name=f"kvferry-rank-{rank}")
         self._listener.start()
 
     @property
@@ -281,7 +282,7 @@ class RankWatch:
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self._ranks, self._has_ended = ranks, threading.Event()
-        self._thread = threading.Thread(target=self._ping_all, name="kvferry-rank-watch", daemon=True)
+        self._thread = Thread(self._ping_all, name="kvferry-rank-watch")
         self._thread.start()
 
     def end(self) -> None:

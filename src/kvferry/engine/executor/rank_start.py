@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 from kvferry.core.names import resolve, without_collections
-from kvferry.core.process_exit import exit_process
+from kvferry.core.runtime.process_exit import exit_process
 
 
 def main(descriptor: int) -> NoReturn:

@@ -23,7 +23,6 @@ from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
 from kvferry.connectors.report_codec import decode_report
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.closing import close_all
 from kvferry.core.errors import (
     ConfigError,
     ConnectorLost,
@@ -33,6 +32,7 @@ from kvferry.core.errors import (
     RequestFailed,
     UnsupportedModel,
 )
+from kvferry.core.runtime.closing import close_all
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor import group

@@ -56,10 +56,9 @@ def chat_answers(parsers: OutputParsers, body: ChatCompletionRequest, prompt: Pr
         continued=_continued(body),
         max_thought_tokens=None if budget == -1 else budget,
     )
-    if budget is not None and parsers.reasoning is None:
+    if budget is not None and budget != -1 and parsers.reasoning is not None and parsers.reasoning.thought is None:
         raise InvalidRequest(
-            "thinking_token_budget needs a reasoning parser, and this model has none; the instance can be started with"
-            " --reasoning-parser",
+            "thinking_token_budget needs a model whose reasoning is always between the same two texts",
             param="thinking_token_budget",
         )
     calls = _calls(use, answer_format, is_forced=is_forced, parsers=parsers) if may_call else None

@@ -38,6 +38,7 @@ def sampling_params(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids))),
         logprobs=num_logprobs(body),
+        logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
         prompt_logprobs=_num_prompt_logprobs(body),
         seed=_seed(body, default_seed),
     )
@@ -95,6 +96,8 @@ def require_consistent(body: GenerationRequest) -> None:
         raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
+    if body.logprob_token_ids and num_logprobs(body) is None:
+        raise InvalidRequest("logprob_token_ids is only allowed with logprobs", param="logprob_token_ids")
     if body.timeout is not None and body.timeout <= 0:
         raise InvalidRequest(f"timeout must be more than 0 seconds, got {body.timeout:g}", param="timeout")
     if body.cache_salt == "":

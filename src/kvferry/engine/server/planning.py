@@ -237,6 +237,7 @@ class _ChildBuilder:
         require_known_tokens(prompt.token_ids, vocab_size, self.length.field)
         require_known_tokens(list(sampling.logit_bias), vocab_size, "logit_bias")
         require_known_tokens(sampling.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+        require_known_tokens(sampling.logprob_token_ids, vocab_size, "logprob_token_ids")
         require_known_tokens(sampling.stop_token_ids, vocab_size, "stop_token_ids")
         if self.continuation is not None:
             require_known_tokens(self.continuation.token_ids, vocab_size, CONTINUED)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvferry.core.clock import Clock
 from kvferry.core.messages.continuation import StreamMark
 from kvferry.core.messages.openai import SSE_DONE, SSE_HEADERS
-from kvferry.engine.server.assembly import Delta
+from kvferry.engine.server.assembly import Delta, merge_deltas
 from kvferry.engine.server.generation import Generation
 from kvferry.http.headers import as_raw
 from kvferry.http.server.response import Response
@@ -42,6 +43,33 @@ class EventStream:
     def _start(self) -> None:
         if not self._response.started:
             self._response.start(200, _HEADERS)
+
+
+class DeltaBatches:
+    """Joins the deltas of a stream's choices to batches of `num_tokens` tokens. A choice's first and last tokens are
+    not held back, and no token for longer than `max_delay_s` after the last batch, or the stream would seem lost."""
+
+    def __init__(self, num_tokens: int, clock: Clock, max_delay_s: float = 1.0) -> None:
+        self._num_tokens, self._max_delay_s = num_tokens, max_delay_s
+        self._clock = clock
+        self._held: dict[int, Delta] = {}
+        self._sent_at: dict[int, float] = {}
+        """For each choice, the time of its last batch."""
+
+    def add(self, delta: Delta) -> Delta | None:
+        """The batch that `delta` completes; None: it is held back."""
+        if self._num_tokens == 1:
+            return delta
+        held = self._held.pop(delta.index, None)
+        batch = delta if held is None else merge_deltas([held, delta])
+        now = self._clock.monotonic()
+        is_full = len(batch.token_ids) >= self._num_tokens
+        is_late = now - self._sent_at.get(batch.index, now) >= self._max_delay_s
+        if batch.first or batch.finish_reason is not None or is_full or is_late:
+            self._sent_at[batch.index] = now
+            return batch
+        self._held[batch.index] = batch
+        return None
 
 
 class ProgressMarks:

@@ -13,22 +13,22 @@ from kvferry.api import answers
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.messages.timeline import since_arrival
+from kvferry.core.sampling import MIN_LOGPROB
 from kvferry.engine.server.assembly import Delta
 from kvferry.engine.server.parameters import num_logprobs
 from kvferry.engine.server.planning import Plan
 from kvferry.engine.server.prompts import Echo
 from kvferry.engine.server.text_codec import TokenTexts
 
-_MIN_LOGPROB = -9999.0
-"""JSON has no minus infinity; OpenAI sends this instead."""
-
 
 class LogprobWriter:
-    """Writes log-probabilities. With `as_token_ids`, tokens are named `token_id:123`, as in vLLM."""
+    """Writes log-probabilities. `as_token_ids`: tokens are named `token_id:123`, as in vLLM. `by_id`: the request has
+    named the tokens of each position (`logprob_token_ids`), and all are listed after the position's own."""
 
-    def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False) -> None:
+    def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False, by_id: bool = False) -> None:
         self._texts = texts
         self._as_token_ids = as_token_ids
+        self._by_id = by_id
 
     def completion(
         self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offsets: Sequence[int], num_top: int
@@ -50,13 +50,14 @@ class LogprobWriter:
         return [None if entry is None else self._prompt_token(entry, num_top) for entry in logprobs]
 
     def _top(self, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
-        top = {self._name(token_id): _clamp(logprob) for token_id, logprob in _top_tokens(entry, num_top)}
+        listed = entry.top.items() if self._by_id else _top_tokens(entry, num_top)
+        top = {self._name(token_id): _clamp(logprob) for token_id, logprob in listed}
         return {self._name(entry.token_id): _clamp(entry.logprob)} | top
 
     def _chat_token(self, entry: TokenLogprobs, num_top: int) -> answers.TokenLogprob:
         top = [
             answers.TopLogprob(self._name(token_id), _clamp(logprob), list(self._texts.raw(token_id)))
-            for token_id, logprob in _top_tokens(entry, num_top)
+            for token_id, logprob in (entry.top.items() if self._by_id else _top_tokens(entry, num_top))
         ]
         name, raw = self._name(entry.token_id), list(self._texts.raw(entry.token_id))
         return answers.TokenLogprob(name, _clamp(entry.logprob), raw, top)
@@ -82,7 +83,7 @@ def _top_tokens(entry: TokenLogprobs, num_top: int) -> Iterator[tuple[int, float
 
 
 def _clamp(logprob: float) -> float:
-    return max(logprob, _MIN_LOGPROB)
+    return max(logprob, MIN_LOGPROB)
 
 
 class AnswerWriter(ABC):
@@ -95,7 +96,9 @@ class AnswerWriter(ABC):
         self.generation = plan.generation
         self.created = created
         self._head: dict[str, Any] = {"id": answer_id, "model": model, "created": created}
-        self._logprobs = LogprobWriter(texts, as_token_ids=bool(body.return_tokens_as_token_ids))
+        self._logprobs = LogprobWriter(
+            texts, as_token_ids=bool(body.return_tokens_as_token_ids), by_id=bool(body.logprob_token_ids)
+        )
         self._returns_token_ids = bool(body.return_token_ids)
         self._returns_timeline = bool(body.return_timeline)
         self._num_prompt_logprobs = body.prompt_logprobs
@@ -216,14 +219,17 @@ _ROLE = "assistant"
 
 
 class ChatWriter(AnswerWriter):
-    """Writes `/v1/chat/completions`."""
+    """Writes `/v1/chat/completions`. `prompt_text`: sent with the answer, if the request asks for it."""
 
     max_silent: ClassVar[int] = 16
     """Number of tokens after which an event is sent even if it is empty: while a call is read, a router or a client
     would take the stream for lost."""
 
-    def __init__(self, body: ChatCompletionRequest, plan: Plan, texts: TokenTexts, **head: Any) -> None:
+    def __init__(
+        self, body: ChatCompletionRequest, plan: Plan, texts: TokenTexts, prompt_text: str | None = None, **head: Any
+    ) -> None:
         super().__init__(body, plan, texts, **head)
+        self._prompt_text = prompt_text
         self._num_logprobs = num_logprobs(body)
         self._includes_reasoning = body.include_reasoning is not False
         self._num_silent = [0] * len(plan.generation.children)
@@ -257,6 +263,7 @@ class ChatWriter(AnswerWriter):
             choices=[self._choice(delta) for delta in choices],
             usage=self.generation.usage(),
             prompt_token_ids=self._prompt_token_ids(),
+            prompt_text=self._prompt_text,
             prompt_logprobs=self._prompt_logprobs(choices[0]),
             **self._head,
             **self._closing_fields(),
@@ -273,7 +280,8 @@ class ChatWriter(AnswerWriter):
             finish_reason=None,
         )
         usage = self.generation.usage(delta.index) if self._continuous_usage else None
-        return self._chunk([choice], prompt_token_ids=self._prompt_token_ids(), usage=usage)
+        prompt = {"prompt_token_ids": self._prompt_token_ids(), "prompt_text": self._prompt_text}
+        return self._chunk([choice], usage=usage, **prompt)
 
     def _choice(self, delta: Delta) -> answers.ChatChoice:
         return answers.ChatChoice(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from kvferry.core.runtime.threads import ThreadPool
 from kvferry.engine.ops.most_likely import Bits
 from kvferry.engine.sampler import permitted_tokens
 from kvferry.engine.scheduling.sequence import Sequence
@@ -27,7 +28,7 @@ class TokenMasks:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token-masks")
+        self._thread = ThreadPool(1, name="token-masks")
 
     def begin(self, sequences: Rows[Sequence]) -> Future[Masks] | None:
         """Begin to fill the masks of these sequences; None: none of them has a grammar. Until the result is there,

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, KvferryError
-from kvferry.core.tasks import BackgroundTasks
+from kvferry.core.runtime.tasks import BackgroundTasks
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState
 from kvferry.fleet.control.backoff import record_failure
 from kvferry.fleet.control.desired_counts import Scaling

@@ -10,7 +10,7 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
-from kvferry.core.process_exit import ERROR_PREFIX, EXIT_USER_ERROR
+from kvferry.core.runtime.process_exit import ERROR_PREFIX, EXIT_USER_ERROR
 
 _PREFIX = re.compile(
     r"(?:\x1b\[[\d;]*m)*(?P<source>\([^()]* pid=\d+\) )?(?:\x1b\[[\d;]*m)*"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 
-from kvferry.core.process_exit import exit_code_of, exit_process
-from kvferry.core.streams import prepare_streams
+from kvferry.core.runtime.process_exit import exit_code_of, exit_process
+from kvferry.core.runtime.streams import prepare_streams
 from kvferry.fleet.processes.process_settings import JoiningRankProcess, ProcessSettings, RouterProcess, receive
 from kvferry.fleet.processes.ready import ReadyWriter
 from kvferry.fleet.processes.running import run_process

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Literal, Protocol
 
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
-from kvferry.core.tasks import Waiter
+from kvferry.core.runtime.tasks import Waiter
 from kvferry.http.client.connection import AnswerHead, ClientConnection, OutgoingRequest
 from kvferry.http.client.pool import Pool
 from kvferry.http.headers import RawHeaders

@@ -12,7 +12,7 @@ import logging
 import socket
 import ssl
 
-from kvferry.core.tasks import BackgroundTasks
+from kvferry.core.runtime.tasks import BackgroundTasks
 from kvferry.http.server.connection import ServerConnection
 from kvferry.http.server.keys import Side
 from kvferry.http.server.listen import BACKLOG

@@ -9,7 +9,7 @@ from math import inf
 import msgspec
 
 from kvferry.core.messages.openai import BodyTooLarge
-from kvferry.core.tasks import Waiter
+from kvferry.core.runtime.tasks import Waiter
 from kvferry.http.errors import Unauthorized
 from kvferry.http.message import concat
 

@@ -14,7 +14,7 @@ from typing import cast
 
 from kvferry.core.errors import KvferryError, RequestError
 from kvferry.core.messages.openai import error_envelope, internal_error
-from kvferry.core.tasks import Waiter
+from kvferry.core.runtime.tasks import Waiter
 from kvferry.http.errors import BadHttp, RequestTimeout
 from kvferry.http.headers import RawHeaders, response_head
 from kvferry.http.server.body import Body

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from kvferry.core.errors import LeakError
-from kvferry.core.process_exit import shutdown_signals
+from kvferry.core.runtime.process_exit import shutdown_signals
 from kvferry.http.server.acceptor import Acceptor
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.keys import Guard, Side

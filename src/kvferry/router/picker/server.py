@@ -10,16 +10,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
-import uvloop
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.process_exit import ShutdownDeadline, shutdown_deadline
+from kvferry.core.runtime.process_exit import ShutdownDeadline, shutdown_deadline
+from kvferry.core.runtime.threads import run_server
 from kvferry.core.settings.files import read_whole
-from kvferry.core.struct_types import build_struct_types
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer, signals_end
@@ -54,9 +53,8 @@ def run_picker(
         raise ConfigError("--workers is for a router; start several pickers behind one Kubernetes service instead")
     for _, url, _ in configured_instances(config):
         _require_address(url)
-    build_struct_types()
     with shutdown_deadline() as limit:
-        return uvloop.run(limit.run(_serve(config, picker, http, access, on_ready, limit)))
+        return run_server(limit.run(_serve(config, picker, http, access, on_ready, limit)))
 
 
 def _require_address(url: str) -> None:

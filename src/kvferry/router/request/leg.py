@@ -23,7 +23,7 @@ import msgspec
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, PeerLost, TransferError
 from kvferry.core.ordered_set import OrderedSet
-from kvferry.core.tasks import Waiter
+from kvferry.core.runtime.tasks import Waiter
 from kvferry.http.client.call import NO_HEAD, Call
 from kvferry.http.errors import AnswerTimeout, Overloaded, Unreachable
 from kvferry.http.headers import RawHeaders, find_header

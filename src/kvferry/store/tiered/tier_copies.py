@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
-from kvferry.core.tasks import BackgroundTasks
+from kvferry.core.runtime.tasks import BackgroundTasks
 from kvferry.store.base import Block, Put, Read
 from kvferry.store.tiered.tier import Tier
 

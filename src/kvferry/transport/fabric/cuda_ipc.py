@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.closing import close_all
 from kvferry.core.errors import ConfigError, ProtocolError
+from kvferry.core.runtime.closing import close_all
 from kvferry.transport.cuda.copies import CudaCopies
 from kvferry.transport.cuda.driver import HANDLE_BYTES, CudaDriver
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, read_description

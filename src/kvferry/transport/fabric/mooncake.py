@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
 from kvferry.core import entropy
 from kvferry.core.errors import PeerLost
+from kvferry.core.runtime.threads import ThreadPool
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, read_description
 from kvferry.transport.fabric.mooncake_engine import MooncakeEngine
 from kvferry.transport.memory import Pieces, Region, RegionMap, Span, join
@@ -137,7 +137,7 @@ class EngineReader:
 
     def __init__(self, make: Callable[[], MooncakeEngine]) -> None:
         self._make = make
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvferry-mooncake")
+        self._threads = ThreadPool(NUM_THREADS, name="kvferry-mooncake")
         self._reader: _ReadingEngine | None = None
 
     async def read(self, segment: str, pieces: Pieces) -> None:

@@ -14,7 +14,6 @@ import fcntl
 import importlib
 import os
 import secrets
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError, MissingDependency, PeerLost, ProtocolError
 from kvferry.core.folders.cache_dirs import user_runtime_dirs
 from kvferry.core.folders.private_folder import private_folder
+from kvferry.core.runtime.threads import Thread
 from kvferry.transport.memory import Pieces
 
 PROGRESS_DELAY_US = 10_000
@@ -224,7 +224,7 @@ def _run_with_timeout(seconds: float, start: Any) -> Any:
         except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
             results.append(error)
 
-    thread = threading.Thread(target=run, name="kvferry-nixl-start", daemon=True)
+    thread = Thread(run, name="kvferry-nixl-start")
     thread.start()
     thread.join(seconds)
     if not results:

@@ -26,6 +26,7 @@ from torch import Tensor
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError
 from kvferry.core.messages.wire import Message
+from kvferry.core.runtime.threads import Thread
 from kvferry.transport.connection import Connection
 from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.pipe import PipeFabric, TensorPipe
@@ -125,7 +126,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
         finally:
             _call_threads.discard(threading.current_thread())
 
-    thread = threading.Thread(target=run, name="process-group", daemon=True)
+    thread = Thread(run, name="process-group")
     _call_threads.add(thread)
     thread.start()
     return await asyncio.wrap_future(done)

@@ -21,7 +21,7 @@ from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.parameters import refused_hand_off
 from kvferry.engine.server.planning import Plan, plan_request, timeline_of
 from kvferry.engine.server.prompts import echoes_of
-from kvferry.engine.server.streaming import EventStream, ProgressMarks
+from kvferry.engine.server.streaming import DeltaBatches, EventStream, ProgressMarks
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS
 from kvferry.engine.server.thread_offload import ThreadOffload
 from kvferry.engine.server.writing import AnswerWriter, ChatWriter, CompletionWriter
@@ -34,6 +34,7 @@ GenerationBody = TypeVar("GenerationBody", bound=GenerationRequest)
 log = logging.getLogger(__name__)
 
 _NO_CALLS = "no parser of this model's calls is known, and what it writes stays text in content"
+_NO_REASONING = "no parser of this model's reasoning is known, and nothing of its answer counts as reasoning"
 
 MakeWriter = Callable[..., Awaitable[AnswerWriter]]
 
@@ -72,7 +73,8 @@ class GenerationRoute(Generic[GenerationBody]):
         if request.header(PROGRESS_HEADER) is not None and self._is_continuable(writer, body):
             marks = ProgressMarks(writer.generation, writer.created)
             response.add_header(PROGRESS_HEADER.lower().encode(), b"1")
-        await _send_stream(writer, off_loop, response, marks)
+        batches = DeltaBatches(body.stream_interval or 1, self._context.clock)
+        await _send_stream(writer, off_loop, response, batches, marks)
 
     def _is_continuable(self, writer: AnswerWriter, body: GenerationBody) -> bool:
         children = writer.generation.children
@@ -107,7 +109,12 @@ def chat_route(context: ServerContext) -> GenerationRoute[ChatCompletionRequest]
     """`POST /v1/chat/completions`."""
 
     async def make_writer(context: ServerContext, body: ChatCompletionRequest, plan: Plan, **head: Any) -> AnswerWriter:
-        return ChatWriter(body, plan, context.token_texts, **head)
+        (prompt,), prompt_text = plan.prompts, None
+        if body.return_prompt_text:
+            prompt_text = prompt.text
+            if prompt_text is None:  # the prompt was truncated
+                prompt_text = await context.codec.decode(prompt.token_ids, skip_special_tokens=False)
+        return ChatWriter(body, plan, context.token_texts, prompt_text, **head)
 
     return GenerationRoute(context, ChatCompletionRequest, "chatcmpl-", make_writer)
 
@@ -115,34 +122,33 @@ def chat_route(context: ServerContext) -> GenerationRoute[ChatCompletionRequest]
 async def decode(
     context: ServerContext, request: HttpRequest, response: Response, raw: bytes, body_type: type[Body]
 ) -> Decoded[Body]:
-    """The body as `body_type`. The answer gets a header that names fields without effect, and tools that cannot be
-    called. Raises `InvalidRequest`."""
+    """The body as `body_type`. The answer gets a header that names fields without effect, tools that cannot be called,
+    and budgets of reasoning that is not told from the answer. Raises `InvalidRequest`."""
     decoded = await context.decode(raw, request, body_type)
-    warnings = [
-        warning
-        for warning in (warning_of(decoded.ignored), _warning_of_tools(context, decoded.body))
-        if warning is not None
-    ]
+    ignored = warning_of(decoded.ignored)
+    warnings = [*([] if ignored is None else [ignored]), *_warnings_of_chat(context, decoded.body)]
     if warnings:
         response.add_header(WARNING_HEADER.lower().encode(), "; ".join(warnings).encode("latin-1", "replace"))
     return decoded
 
 
-def _warning_of_tools(context: ServerContext, body: msgspec.Struct) -> str | None:
-    if (
-        not isinstance(body, ChatCompletionRequest)
-        or context.parsers.tools is not None
-        or body.tool_use().mode != "auto"
-    ):
-        return None
-    _log_tools()
-    return f"tools: {_NO_CALLS}"
+def _warnings_of_chat(context: ServerContext, body: msgspec.Struct) -> list[str]:
+    if not isinstance(body, ChatCompletionRequest):
+        return []
+    warnings, budget = [], body.thinking_token_budget
+    if context.parsers.tools is None and body.tool_use().mode == "auto":
+        _log_once("tools", _NO_CALLS, "--tool-call-parser")
+        warnings.append(f"tools: {_NO_CALLS}")
+    if context.parsers.reasoning is None and budget is not None and budget != -1:
+        _log_once("thinking_token_budget", _NO_REASONING, "--reasoning-parser")
+        warnings.append(f"thinking_token_budget: {_NO_REASONING}")
+    return warnings
 
 
 @cache
-def _log_tools() -> None:
+def _log_once(field: str, reason: str, flag: str) -> None:
     """Log the warning once per process."""
-    log.warning("a request has tools: %s. --tool-call-parser names one", _NO_CALLS)
+    log.warning("a request has %s: %s. %s names one", field, reason, flag)
 
 
 async def _send_response(writer: AnswerWriter, off_loop: ThreadOffload, response: Response) -> None:
@@ -166,12 +172,20 @@ def _is_large(*deltas: Delta) -> bool:
 
 
 async def _send_stream(
-    writer: AnswerWriter, off_loop: ThreadOffload, response: Response, marks: ProgressMarks | None = None
+    writer: AnswerWriter,
+    off_loop: ThreadOffload,
+    response: Response,
+    batches: DeltaBatches,
+    marks: ProgressMarks | None = None,
 ) -> None:
     stream = EventStream(response)
 
     async def send(delta: Delta) -> None:
         # Called for every token: avoids awaits.
+        batch = batches.add(delta)
+        if batch is None:
+            return
+        delta = batch
         events = await off_loop.run_if(True, writer.events, delta) if _is_large(delta) else writer.events(delta)
         stream.write(events, () if marks is None else marks.of(delta, len(events)))
         if response.slow:

@@ -22,7 +22,7 @@ import setproctitle
 from kvferry.core.errors import PeerLost
 from kvferry.core.messages.wire import Pipe
 from kvferry.core.names import resolve, without_collections
-from kvferry.core.process_exit import exit_code_of, exit_process
+from kvferry.core.runtime.process_exit import exit_code_of, exit_process
 from kvferry.fleet.backends.local.fork_messages import (
     NUM_DESCRIPTORS,
     Forked,

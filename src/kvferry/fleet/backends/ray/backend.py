@@ -23,8 +23,8 @@ from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.keys import Signer
+from kvferry.core.runtime.tasks import BackgroundTasks
 from kvferry.core.settings.flags import flag_name, flag_of
-from kvferry.core.tasks import BackgroundTasks
 from kvferry.fleet.backends.ray.actor import MemberActor
 from kvferry.fleet.backends.ray.connection import RayConnection, answer, in_thread, reply_future
 from kvferry.fleet.backends.ray.leadership import RayLeadership, controller_name

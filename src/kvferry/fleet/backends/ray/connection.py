@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.runtime.threads import Thread
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ async def in_thread(
     def settle(result: Any, error: Exception | None) -> None:
         if future.done():
             if late is not None and error is None:
-                threading.Thread(target=late, args=(result,), name="kvferry-ray", daemon=True).start()
+                Thread(late, result, name="kvferry-ray").start()
         elif error is None:
             future.set_result(result)
         else:
@@ -139,7 +140,7 @@ async def in_thread(
         if until is not None:
             until.wait()
 
-    threading.Thread(target=run, name="kvferry-ray", daemon=True).start()
+    Thread(run, name="kvferry-ray").start()
     async with asyncio.timeout(within_s):
         return await future
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.core.tasks import BackgroundTasks, Waiter
+from kvferry.core.runtime.tasks import BackgroundTasks, Waiter
 
 
 async def test_tasks_are_held_until_they_end() -> None:

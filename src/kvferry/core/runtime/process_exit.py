@@ -7,7 +7,6 @@ waiting for threads.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import os
@@ -15,16 +14,13 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 EXIT_S = 2.0
 """Max seconds for the exit handlers of libraries."""
@@ -69,21 +65,6 @@ def report_error(text: str, code: int) -> int:
     """Write an error as one line on standard error; returns `code`."""
     sys.stderr.write(f"{ERROR_PREFIX}{' '.join(text.split()).rstrip('.')}\n")
     return code
-
-
-class UnjoinedThreads(ThreadPoolExecutor):
-    """An event loop's executor that does not wait for its threads at the end, such as for the look-up of a name whose
-    server does not answer."""
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        super().shutdown(wait=False, cancel_futures=True)
-
-
-def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run as `asyncio.run`, without waiting for threads, for a command that ends with `exit_process`."""
-    with asyncio.Runner() as runner:
-        runner.get_loop().set_default_executor(UnjoinedThreads(thread_name_prefix="kvferry"))
-        return runner.run(main)
 
 
 class ShutdownDeadline:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import signal
 
-from kvferry.core.process_exit import shutdown_signals
+from kvferry.core.runtime.process_exit import shutdown_signals
 
 
 def test_under_nohup_a_process_outlives_its_terminal() -> None:

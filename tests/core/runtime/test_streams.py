@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from kvferry.core.streams import EXIT_UNREAD, OutputError
+from kvferry.core.runtime.streams import EXIT_UNREAD, OutputError
 
-PREPARE = "import sys\nfrom kvferry.core.streams import OutputError, prepare_streams\nprepare_streams()\n"
+PREPARE = "import sys\nfrom kvferry.core.runtime.streams import OutputError, prepare_streams\nprepare_streams()\n"
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EPIPE, EXIT_UNREAD), (errno.ENOSPC, 1)])
