@@ -120,15 +120,25 @@ def streamed(client: OpenAI, name: str, on_event: Callable[[], None] = lambda: N
             message = entry["message"]
             for field, value in choice.delta.model_dump(exclude_none=True).items():
                 if field == "tool_calls":
-                    message.setdefault(field, []).extend(value)
+                    for call in value:
+                        add_call(message.setdefault(field, []), call)
                 else:
                     message[field] = message.get(field, "") + value
     for entry in choices.values():
-        calls = entry["message"].get("tool_calls", ())
-        assert [call.pop("index") for call in calls] == list(range(len(calls)))
         if not entry["message"].get("content") and len(entry["message"]) > 2:
             entry["message"].pop("content", None)
     return [choices[index] for index in sorted(choices)]
+
+
+def add_call(calls: list[Any], piece: dict[str, Any]) -> None:
+    """Add a call, or the next piece of the last one's arguments."""
+    index = piece.pop("index")
+    if "id" in piece:
+        assert index == len(calls)
+        calls.append(piece)
+    else:
+        assert index == len(calls) - 1
+        calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
 
 
 @pytest.mark.parametrize("name", list(BODIES))
@@ -193,6 +203,47 @@ def test_a_budget_of_messages_ends_the_thought(plain: KvferryProcess, disaggrega
     assert len(thoughts) == 2
     (long, short) = sorted((thought for _, thought, _ in thoughts), key=len, reverse=True)
     assert long.startswith(short)
+
+
+def test_pieces_of_arguments_in_other_apis(plain: KvferryProcess, disaggregated: Cluster) -> None:
+    question = [{"role": "user", "content": "Zürich?"}]
+    messages = {
+        **{"model": "m", "messages": question, "max_tokens": 300, "tool_choice": {"type": "any"}, "seed": 7},
+        **{"tools": [{"name": "get_weather", "input_schema": SCHEMA}], "temperature": 1.0},
+    }
+    responses = {
+        **{"model": "m", "input": "Zürich?", "max_output_tokens": 300, "tool_choice": "required", "seed": 7},
+        **{"tools": [{"type": "function", "name": "get_weather", "parameters": SCHEMA}], "temperature": 1.0},
+    }
+    answers = set()
+    for process in (plain, disaggregated.router):
+        whole = [
+            httpx.post(f"{process.url}/v1/{path}", json=body, timeout=60).json()
+            for path, body in (("messages", messages), ("responses", responses))
+        ]
+        inputs = json.dumps([block["input"] for block in whole[0]["content"]])
+        arguments = json.dumps([item["arguments"] for item in whole[1]["output"]])
+        streams = [
+            httpx.post(f"{process.url}/v1/{path}", json={**body, "stream": True}, timeout=60).text
+            for path, body in (("messages", messages), ("responses", responses))
+        ]
+        pieces = [
+            [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")] for stream in streams
+        ]
+        deltas = [event for event in pieces[0] if event.get("delta", {}).get("type") == "input_json_delta"]
+        indices = dict.fromkeys(event["index"] for event in deltas)
+        texts = [
+            "".join(event["delta"]["partial_json"] for event in deltas if event["index"] == index) for index in indices
+        ]
+        assert json.dumps([json.loads(text) for text in texts]) == inputs
+        assert len(deltas) > 5 * len(indices)
+        more = [event for event in pieces[1] if event["type"] == "response.function_call_arguments.delta"]
+        numbers = dict.fromkeys(event["output_index"] for event in more)
+        written = ["".join(event["delta"] for event in more if event["output_index"] == number) for number in numbers]
+        assert json.dumps(written) == arguments
+        assert len(more) > 5 * len(numbers)
+        answers.add((inputs, arguments))
+    assert len(answers) == 1
 
 
 def require_valid(name: str, choice: Any) -> None:

@@ -86,19 +86,21 @@ class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class FunctionCall(msgspec.Struct, frozen=True):
-    """The name of a function, and the JSON text of its arguments."""
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """The name of a function, and the JSON text of its arguments. In a chunk it may be the next piece of them, without
+    the name."""
 
-    name: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str
 
 
 class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A complete call, also in a chunk, which says its position in `index`."""
+    """A call. In a chunk it has its position in `index`, and may be the next piece of its arguments, without id and
+    type."""
 
     index: int | None = None
-    id: str
-    type: Literal["function"] = msgspec.field(default_factory=lambda: "function")  # sent although it is the default
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
     function: FunctionCall
 
 

@@ -42,13 +42,26 @@ class Thought(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
 
 
+NUMBER = "{number}"
+"""In a `CallForm`: any number."""
+
+
 class CallForm(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of calls. `call`: the texts before a call's name, between name and arguments, and after them."""
+    """The form of calls. `call`: the texts before a call's name, between name and arguments, and after them.
+
+    `lead`: a text that may precede the first call. `thought`: the texts around reasoning before calls, where the format
+    of reasoning itself has no fixed ones. `is_single`: an answer has one call. `call_id`: the model's id of a call,
+    with `{name}` and `{number}` of its text; empty: it has none.
+    """
 
     call: tuple[str, str, str]
     begin: str = ""
     separator: str = ""
     end: str = ""
+    lead: str = ""
+    thought: tuple[str, str] | None = None
+    is_single: bool = False
+    call_id: str = ""
 
 
 class CallableFunction(msgspec.Struct, frozen=True, kw_only=True):

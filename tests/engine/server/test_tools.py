@@ -54,7 +54,8 @@ class Asker:
         self.engine.texts = texts
         streamed = await self.streamed(body)
         ids = [entry.pop("id") for entry in whole["message"].get("tool_calls", ())]
-        assert [entry.pop("id") for entry in streamed["message"].get("tool_calls", ())] != ids or not ids
+        others = [entry.pop("id") for entry in streamed["message"].get("tool_calls", ())]
+        assert others != ids or all(call_id.startswith("functions.") for call_id in ids)
         assert streamed == {key: whole[key] for key in streamed}
         return whole
 
@@ -66,9 +67,7 @@ class Asker:
                 finish_reason = choice["finish_reason"]
                 delta = choice["delta"]
                 for entry in delta.pop("tool_calls", ()):
-                    calls = message.setdefault("tool_calls", [])
-                    assert entry.pop("index") == len(calls)
-                    calls.append(entry)
+                    add_call(message.setdefault("tool_calls", []), entry)
                 for name, text in delta.items():
                     message[name] = message.get(name, "") + text
         if not message["content"] and len(message) > 2:
@@ -95,6 +94,19 @@ def functions(choice: Any) -> list[Any]:
         (entry["function"]["name"], json.loads(entry["function"]["arguments"]))
         for entry in choice["message"]["tool_calls"]
     ]
+
+
+def add_call(calls: list[Any], entry: dict[str, Any]) -> None:
+    """Add a call of a chunk, or the next piece of the last one's arguments."""
+    index = entry.pop("index")
+    if "id" in entry:
+        assert index == len(calls)
+        calls.append(entry)
+    else:
+        assert index == len(calls) - 1
+        assert list(entry) == ["function"]
+        calls[-1]["function"]["arguments"] += entry["function"].pop("arguments")
+        assert not entry["function"]
 
 
 async def test_calls_reasoning_and_content_are_told_apart() -> None:
@@ -286,21 +298,74 @@ async def test_calls_are_forced_without_a_parser() -> None:
             assert (await asker.choice())["message"]["content"] == call()
 
 
-@pytest.mark.parametrize("parser", ["hermes", "mistral", "deepseek_v3", "deepseek_v31", "llama3_json"])
+@pytest.mark.parametrize("parser", [name for name, entry in formats("tools").items() if "form" in entry])
 async def test_what_is_forced_is_read_again(parser: str) -> None:
     tokenizer = make_tokenizer()
-    markers = ["[TOOL_CALLS]", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": markers})
+    markers = [
+        "[TOOL_CALLS]",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<|tool_call_begin|>",
+        "<|channel|>",
+        "<|message|>",
+    ]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*markers, "<|end|>", "<|start|>"]})
     form = formats("tools")[parser]["form"]
     before, between, after = form["call"]
-    calls = [("get_weather", {"city": "a"}), ("get_time", {})]
+    calls = [("get_weather", {"city": "a"}), ("get_time", {})][: 1 if "is_single" in form else 2]
+    between = between.replace("{number}", "3")
     texts = [before + name + between + json.dumps(arguments) + after for name, arguments in calls]
     text = form.get("begin", "") + form.get("separator", "").join(texts) + form.get("end", "")
-    async with asking(text, tokenizer=tokenizer, tool_call_parser=parser) as asker:
+    settings = {"tool_call_parser": parser, "reasoning_parser": "gpt_oss" if parser == "gpt_oss" else "think"}
+    opening, closing = form.get("thought", ("<think>", "</think>"))
+    thoughtful = f"{opening}hm{closing}{form.get('lead', '')}{text}"
+    async with asking(text, tokenizer=tokenizer, **settings) as asker:
         choice = await asker.choice(tool_choice="required")
         assert functions(choice) == calls
         assert choice["message"]["content"] is None
         assert permits(asker, await matcher_of(asker, tool_choice="required"), text)
+        assert permits(asker, await matcher_of(asker, tool_choice="required"), thoughtful)
+        assert not permits(asker, await matcher_of(asker, tool_choice="required"), text.replace("get_", "got_"))
+        if parser == "gpt_oss":  # the token after its thoughts ends answers of this tokenizer
+            return
+        asker.engine.texts = [thoughtful]
+        choice = await asker.choice(tool_choice="required")
+        assert functions(choice) == calls
+        assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "hm")
+
+
+async def test_arguments_of_forced_calls_come_in_pieces() -> None:
+    text = call(arguments='{"city" : "' + "Zürich </tool_call>" * 5 + '"}') + "\n" + call("get_time", "{}")
+    async with asking(text) as asker:
+        events = await asker.events({**BODY, "tool_choice": "required"})
+        pieces = [piece for event in events for piece in event["choices"][0]["delta"].get("tool_calls", ())]
+        assert [list(piece) for piece in pieces if "id" in piece] == [["index", "id", "type", "function"]] * 2
+        assert len(pieces) > 20
+        assert all(list(piece) == ["index", "function"] for piece in pieces if "id" not in piece)
+        whole = await asker.choice(tool_choice="required")
+        first = "".join(piece["function"]["arguments"] for piece in pieces if piece["index"] == 0)
+        assert first == whole["message"]["tool_calls"][0]["function"]["arguments"]
+        assert first.startswith('{"city" : "Zürich </tool_call>Z')
+        assert whole["finish_reason"] == "tool_calls"
+        held = await asker.events({**BODY, "tools": [WEATHER, CLOCK]})
+        assert not [event for event in held[:-10] if event["choices"][0]["delta"].get("tool_calls")]
+
+
+@pytest.mark.parametrize(("fields", "reason"), [({"stop": "rich"}, "stop"), ({"max_tokens": 40}, "length")])
+async def test_a_forced_call_that_is_cut_off(fields: dict[str, Any], reason: str) -> None:
+    async with asking(call()) as asker:
+        for tokens in range(5, 40):
+            choice = await asker.choice(
+                tool_choice="required", **{**fields, **({"max_tokens": tokens} if reason == "length" else {})}
+            )
+            calls = choice["message"].get("tool_calls", ())
+            if choice["finish_reason"] == "tool_calls":
+                break
+            assert choice["finish_reason"] == reason
+            assert [bool(calls), bool(choice["message"]["content"])] in ([True, False], [False, True])
+            assert '{"city": "Zürich"}'.startswith(calls[0]["function"]["arguments"] if calls else "{")
+            if reason == "stop":
+                break
 
 
 async def test_strict_arguments_are_valid_where_no_call_is_forced() -> None:

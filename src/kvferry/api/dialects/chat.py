@@ -77,6 +77,12 @@ class AnswerChoice(msgspec.Struct):
     logprobs: dict[str, Any] | None = None
 
     @property
+    def was_stopped(self) -> bool:
+        """True if one of the client's stop strings or tokens ended the answer. SGLang's `matched_stop` may also be the
+        model's end token."""
+        return self.finish_reason == "stop" and (self.stop_reason is not None or isinstance(self.matched_stop, str))
+
+    @property
     def stop_string(self) -> str | None:
         """The client's stop string that ended the answer."""
         stop = self.matched_stop if self.stop_reason is None else self.stop_reason

@@ -129,11 +129,12 @@ def _tool_use(call: CalledTool) -> dict[str, Any]:
 
 
 def _arguments(call: CalledTool, choice: AnswerChoice) -> dict[str, Any] | None:
-    """The arguments as an object; None if the answer's length limit cut them off. Raises `UnreadableAnswer`."""
+    """The arguments as an object; None if the answer's length limit or a stop string cut them off. Raises
+    `UnreadableAnswer`."""
     try:
         return msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
-        if choice.finish_reason == "length":
+        if choice.finish_reason == "length" or choice.was_stopped:
             return None
         raise UnreadableAnswer(f"the arguments of a tool call are not a JSON object: {error}") from error
 

@@ -138,7 +138,8 @@ class Delta(msgspec.Struct):
     """The new part of one choice. `offsets`: for each token, the index in the choice's text at which it begins, in
     characters.
 
-    `first`: the choice begins; `finish_reason`: set when it ends; `ends_with_calls`: it has calls, and was not cut off.
+    `calls`: calls, or pieces of them. `first`: the choice begins; `finish_reason`: set when it ends; `ends_with_calls`:
+    it has calls, and was not cut off.
     Text may come later than its tokens.
     """
 
@@ -234,7 +235,8 @@ class ChoiceAssembler:
         if self._reader is None:
             return
         self._add_parts(delta, self._reader.finish())
-        delta.ends_with_calls = self._reader.has_calls and delta.finish_reason == "stop"
+        is_complete = delta.finish_reason == "stop" and not self._reader.has_open_call
+        delta.ends_with_calls = self._reader.has_calls and is_complete
 
     @staticmethod
     def _add_parts(delta: Delta, parts: Iterable[AnswerPart]) -> None:

@@ -15,6 +15,7 @@ from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.messages.timeline import since_arrival
 from kvferry.core.sampling import MIN_LOGPROB
 from kvferry.engine.server.assembly import Delta
+from kvferry.engine.server.output_parsers.answer_reader import NumberedCall, join_calls
 from kvferry.engine.server.parameters import num_logprobs
 from kvferry.engine.server.planning import Plan
 from kvferry.engine.server.prompts import Echo
@@ -218,6 +219,13 @@ class CompletionWriter(AnswerWriter):
 _ROLE = "assistant"
 
 
+def _tool_call(call: NumberedCall, index: int | None) -> answers.MessageToolCall:
+    if not call.id:
+        return answers.MessageToolCall(index=index, function=answers.FunctionCall(arguments=call.arguments))
+    function = answers.FunctionCall(name=call.name, arguments=call.arguments)
+    return answers.MessageToolCall(index=index, id=call.id, type="function", function=function)
+
+
 class ChatWriter(AnswerWriter):
     """Writes `/v1/chat/completions`. `prompt_text`: sent with the answer, if the request asks for it."""
 
@@ -296,14 +304,7 @@ class ChatWriter(AnswerWriter):
     def _message(self, delta: Delta, *, is_chunk: bool = False) -> answers.ChatMessage:
         """The choice's message, or its new part."""
         reasoning = (delta.reasoning or None) if self._includes_reasoning else None
-        calls = [
-            answers.MessageToolCall(
-                index=call.index if is_chunk else None,
-                id=call.id,
-                function=answers.FunctionCall(call.name, call.arguments),
-            )
-            for call in delta.calls
-        ]
+        calls = [_tool_call(call, call.index if is_chunk else None) for call in join_calls(delta.calls)]
         content: str | msgspec.UnsetType | None = delta.text
         if not delta.text and is_chunk:
             content = msgspec.UNSET

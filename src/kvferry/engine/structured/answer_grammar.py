@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.structured_outputs import AnswerGrammar, Calls, StructuredOutputs, Thought
+from kvferry.core.structured_outputs import NUMBER, AnswerGrammar, Calls, StructuredOutputs, Thought
 
 _ANY = r"/(?s:.*)/"
 _SPACES = r"/[ \t\r\n]{0,16}/"
+_NUMBER = "/[0-9]{1,4}/"
 
 
 class AnswerGrammarWriter:
@@ -23,8 +24,8 @@ class AnswerGrammarWriter:
     def __init__(self, added: Mapping[str, int], eos: Collection[int]) -> None:
         self._added = added
         self._eos = frozenset(eos)
-        texts = sorted(filter(None, added), key=len, reverse=True)
-        self._split = re.compile("(" + "|".join(map(re.escape, texts)) + ")") if texts else None
+        texts = sorted({NUMBER, *filter(None, added)}, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, texts)) + ")")
 
     def write(self, grammar: AnswerGrammar, part: Callable[[StructuredOutputs], dict[str, Any]]) -> str:
         """The grammar as llguidance's JSON. `part`: writes the grammar of a constraint. Raises `InvalidRequest`."""
@@ -80,8 +81,10 @@ class AnswerGrammarWriter:
             sequence = [*self._pieces(before + function.name + between), arguments, *self._pieces(after)]
             rules.append(f"call_{index}: {' '.join(sequence)}")
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls.functions))))
-        more = f"({' '.join([*self._pieces(form.separator), 'call'])})*" if calls.parallel else ""
-        rules.append(" ".join(["calls:", *self._pieces(form.begin), "call", more, *self._pieces(form.end)]))
+        is_single = form.is_single or not calls.parallel
+        more = "" if is_single else f"({' '.join([*self._pieces(form.separator), 'call'])})*"
+        lead = [f"({' '.join(self._pieces(form.lead))})?"] if form.lead else []
+        rules.append(" ".join(["calls:", *lead, *self._pieces(form.begin), "call", more, *self._pieces(form.end)]))
         return rules
 
     def _free(self, reserved: Iterable[str]) -> list[str]:
@@ -92,9 +95,9 @@ class AnswerGrammarWriter:
 
     def _pieces(self, text: str) -> list[str]:
         """The text as strings and tokens of a grammar."""
-        pieces = self._split.split(text) if self._split is not None else [text]
-        return [
-            f"<[{self._added[piece]}]>" if piece in self._added else json.dumps(piece, ensure_ascii=False)
-            for piece in pieces
-            if piece
-        ]
+        return [self._piece(piece) for piece in self._split.split(text) if piece]
+
+    def _piece(self, piece: str) -> str:
+        if piece == NUMBER:
+            return _NUMBER
+        return f"<[{self._added[piece]}]>" if piece in self._added else json.dumps(piece, ensure_ascii=False)

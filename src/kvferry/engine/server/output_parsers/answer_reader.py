@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 import msgspec
 
-from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParsedText, Part
+from kvferry.engine.server.output_parsers.base import CallArguments, OutputParser, ParsedCall, ParsedText, Part
 
 
 class NumberedCall(msgspec.Struct, frozen=True):
-    """A complete call, with its position among the choice's calls."""
+    """A call, with its position among the choice's calls; or the next piece of its arguments, without id and name."""
 
     index: int
     id: str
@@ -22,6 +23,14 @@ class NumberedCall(msgspec.Struct, frozen=True):
 
 
 AnswerPart = ParsedText | NumberedCall
+
+
+def join_calls(pieces: Iterable[NumberedCall]) -> list[NumberedCall]:
+    """The calls that consist of these pieces."""
+    groups = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.index)]
+    return [
+        msgspec.structs.replace(group[0], arguments="".join([piece.arguments for piece in group])) for group in groups
+    ]
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class AnswerReader:
         self._ids = ids
         self._max_calls = max_calls
         self._used_ids: set[str] = set()
+        self._has_open_call = False
         self._holds_spaces = may_call
         """True before the first text, and after a call."""
         self._spaces = ""
@@ -66,6 +76,11 @@ class AnswerReader:
         return bool(self._used_ids)
 
     @property
+    def has_open_call(self) -> bool:
+        """True if the text so far ends within the arguments of a call that is passed on."""
+        return self._has_open_call
+
+    @property
     def is_reasoning(self) -> bool:
         """True if the text so far ends within reasoning."""
         return self._parser.is_reasoning
@@ -73,7 +88,7 @@ class AnswerReader:
     @property
     def is_complete(self) -> bool:
         """True if no further call is permitted."""
-        return len(self._used_ids) == self._max_calls
+        return len(self._used_ids) == self._max_calls and not self._has_open_call
 
     def feed(self, text: str) -> list[AnswerPart]:
         """The parts that `text` completes."""
@@ -95,7 +110,10 @@ class AnswerReader:
                 break
             if isinstance(part, ParsedCall):
                 read.append(self._numbered(part))
-                self._holds_spaces, self._spaces = True, ""
+                self._holds_spaces, self._spaces, self._has_open_call = True, "", part.is_open
+            elif isinstance(part, CallArguments):
+                read.append(NumberedCall(len(self._used_ids) - 1, "", "", part.text))
+                self._has_open_call = not part.is_last
             elif part.kind == "content" and self._holds_spaces and not part.text.strip():
                 self._spaces += part.text
             elif part.kind == "content":

@@ -22,14 +22,23 @@ class ParsedText(msgspec.Struct, frozen=True):
 
 
 class ParsedCall(msgspec.Struct, frozen=True):
-    """A complete call. `arguments`: a JSON object as text. `id`: the model's own, if its format has ids."""
+    """A call. `arguments`: a JSON object as text. `id`: the model's own, if its format has ids. `is_open`: arguments
+    follow as `CallArguments`, which only a parser of calls that are certain to be readable may promise."""
 
     name: str
     arguments: str
     id: str | None = None
+    is_open: bool = False
 
 
-Part = ParsedText | ParsedCall
+class CallArguments(msgspec.Struct, frozen=True):
+    """The next piece of the arguments of the call that is open."""
+
+    text: str
+    is_last: bool
+
+
+Part = ParsedText | ParsedCall | CallArguments
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from kvferry.core.structured_outputs import CallForm, Thought
 from kvferry.engine.parser_names import NONE, ParserKind, extension_point, formats
 from kvferry.engine.server.output_parsers.base import OutputParser, ParserContext, Stages
+from kvferry.engine.server.output_parsers.forced_calls import ForcedCallParser
 from kvferry.engine.server.output_parsers.response_template import OutputTemplate, TemplateParser
 
 _FALLBACK = "hermes"
@@ -72,11 +75,13 @@ class AnswerFormat:
     thought: Thought | None = None
     form: CallForm | None = None
     has_reasoning: bool = False
+    forced: tuple[str, ...] = ()
+    """The functions of which a grammar writes calls in `form`; empty: it does not."""
 
     @property
     def name(self) -> str:
         """The names of the parsers, which differ on instances that parse otherwise; empty: none."""
-        return "+".join(entry.name for entry, _ in self.stages)
+        return "+".join(entry.name for entry, _ in self.stages) + (" forced" if self.forced else "")
 
     @property
     def has_short_ids(self) -> bool:
@@ -85,7 +90,10 @@ class AnswerFormat:
 
     def make(self) -> OutputParser | None:
         """A parser of one answer; None: the text is the content."""
-        parsers = [entry.make(context) for entry, context in self.stages]
+        stages = self.stages[:-1] if self.forced else self.stages
+        parsers = [entry.make(context) for entry, context in stages]
+        if self.forced and self.form is not None:
+            parsers.append(ForcedCallParser(self.form, self.forced))
         if not parsers:
             return None
         return Stages(*parsers) if len(parsers) == 2 else parsers[0]
@@ -110,11 +118,13 @@ class OutputParsers:
         *,
         tools: Sequence[dict[str, Any]] = (),
         is_forced: bool = False,
+        is_required: bool = False,
         continued: str | None = None,
         max_thought_tokens: int | None = None,
     ) -> AnswerFormat:
         """The format of the answers to a prompt. `tools`: those that may be called. `is_forced`: a grammar writes the
-        calls. `continued`: the beginning of the answer, where the request has it."""
+        calls; `is_required`: and nothing else after the reasoning. `continued`: the beginning of the answer, where the
+        request has it."""
         reasoning, calls = self.reasoning, self.tools if tools else None
         if is_forced and (calls is None or calls.form is None):
             calls = _named("tools", _FALLBACK)
@@ -127,7 +137,10 @@ class OutputParsers:
             stages.append((entry, ParserContext(prefix.replace("\0", ""), tools)))
         form = calls.form if calls is not None else None
         thought = _thought(stages[0], prompt, max_thought_tokens) if stages and reasoning is not None else None
-        return AnswerFormat(tuple(stages), self._hidden(entries), thought, form, reasoning is not None)
+        if thought is None and reasoning is not None and is_required and form is not None and form.thought is not None:
+            thought = Thought(open=form.thought[0], close=form.thought[1], max_tokens=max_thought_tokens)
+        forced = tuple(tool["function"]["name"] for tool in tools) if is_required else ()
+        return AnswerFormat(tuple(stages), self._hidden(entries), thought, form, reasoning is not None, forced)
 
     def is_token(self, text: str) -> bool:
         """True if the text begins with a token of its own, which free text does not contain."""
@@ -185,7 +198,7 @@ def _named(kind: ParserKind, name: str) -> ParserEntry:
         return ParserEntry(name, point.find(name, OutputParser))
     format_name = point.table[name]
     entry = formats(kind)[format_name]
-    form = CallForm(**{**entry["form"], "call": tuple(entry["form"]["call"])}) if "form" in entry else None
+    form = msgspec.convert(entry["form"], CallForm) if "form" in entry else None
     template = OutputTemplate(entry["fields"], once=entry.get("once", False), sequence=entry.get("sequence", False))
     return ParserEntry(format_name, template, form=form, short_ids=entry.get("id") == "nine")
 
