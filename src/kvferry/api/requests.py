@@ -77,7 +77,17 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
+class KeyFields(msgspec.Struct, kw_only=True):
+    """The fields of KV keys."""
+
+    prefix_prompt_ids: TokenList | None = None
+    kvcache_store_keys: KeyList | None = None
+    kvcache_load_keys: KeyList | None = None
+    kvcache_ttl_s: float | None = None
+    kvcache_wait_s: float | None = None
+
+
+class GenerationRequest(KeyFields, kw_only=True):
     """The common fields of completions and chat completions.
 
     `spaces_between_special_tokens` is read and has no effect: fast tokenizers put no spaces there.
@@ -124,11 +134,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: Integer | None = None
     request_id: Name | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    prefix_prompt_ids: TokenList | None = None
-    kvcache_store_keys: KeyList | None = None
-    kvcache_load_keys: KeyList | None = None
-    kvcache_ttl_s: float | None = None
-    kvcache_wait_s: float | None = None
 
     timeout: Seconds | None = None
     """Seconds after which the request ends with 400 and the code `deadline_exceeded`."""

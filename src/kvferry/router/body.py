@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from kvferry.api.decoding import explain
+from kvferry.api.requests import KeyFields
 from kvferry.api.strict import is_integers, read_object, read_texts
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.hand_off import HAND_OFF_FIELD
@@ -62,6 +64,7 @@ class RequestBody(msgspec.Struct, eq=False):
         for name in fields.keys() & TICKET_FIELDS:
             if bytes(fields[name])[:1] not in (b"{", b"n"):
                 raise InvalidRequest(f"{name} must be an object or null", param=name)
+        _require_key_types(fields)
         keys = _read_keys(fields) if trust_tickets or takes_keys else {}
         return cls(fields, data, values, keys) if trust_tickets else body._without(_ROUTER_FIELDS, keys)
 
@@ -95,6 +98,15 @@ class RequestBody(msgspec.Struct, eq=False):
         if keys:
             fields[HAND_OFF_FIELD] = values[HAND_OFF_FIELD] = msgspec.Raw(_ENCODER.encode(keys))
         return RequestBody(fields, _ENCODER.encode(fields), values, keys)
+
+
+def _require_key_types(fields: dict[str, msgspec.Raw]) -> None:
+    """Raise `InvalidRequest` for a KV key field of a wrong type: where clients may use no keys, no instance sees it."""
+    keys = {name: fields[name] for name in KEY_FIELDS if name in fields}
+    try:
+        msgspec.json.decode(_ENCODER.encode(keys), type=KeyFields)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from error
 
 
 def _read_keys(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:

@@ -51,6 +51,26 @@ def test_keys_that_are_given_twice_must_agree() -> None:
     assert not RequestBody.parse(b'{"kvcache_store_keys": null}', takes_keys=True).kv_keys
 
 
+@pytest.mark.parametrize("takes_keys", [True, False])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kvcache_wait_s", {}),
+        ("kvcache_ttl_s", "5"),
+        ("kvcache_store_keys", [5]),
+        ("kvcache_load_keys", "key"),
+        ("prefix_prompt_ids", [["a"]]),
+    ],
+)
+def test_keys_of_a_wrong_type_are_refused_also_where_they_are_left_out(
+    name: str, value: object, takes_keys: bool
+) -> None:
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        RequestBody.parse(json.dumps({"prompt": "x", name: value}).encode(), takes_keys=takes_keys)
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(name)
+
+
 class Pair:
     """One P and one D; each answers at once, and keeps what it was sent."""
 
