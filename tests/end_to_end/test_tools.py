@@ -82,6 +82,28 @@ def disaggregated(checkpoint: Path, tmp_path_factory: Any) -> Iterator[Cluster]:
         yield started
 
 
+@pytest.mark.parametrize(
+    "parser", ["qwen3_coder", *(pytest.param(name, marks=pytest.mark.full) for name in ("glm", "kimi_k2", "gpt_oss"))]
+)
+def test_forced_calls_in_forms_of_models(parser: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Over prefill and decode they are those of one instance, valid, and streamed in the same pieces of text."""
+    flags = (f"--tool-call-parser={parser}", *(["--reasoning-parser=gpt_oss"] if parser == "gpt_oss" else []))
+    options = ("--served-model-name=m", "--dtype=float32", "--kv-cache-memory=48MiB", *flags)
+    transfer = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"lease_s": 8, "timeout_s": 6}}
+    names = ["named", "required", "several"]
+    with (
+        kvferry("serve", str(checkpoint), "--prefill=0", *options, log=tmp_path / "one.log") as one,
+        cluster(checkpoint, tmp_path, transfer=transfer, engine=flags) as started,
+        client_of(one) as alone,
+        client_of(started.router) as apart,
+    ):
+        for name in names:
+            expected = whole(alone, name)
+            for choice in expected:
+                require_valid(name, choice)
+            assert streamed(alone, name) == whole(apart, name) == streamed(apart, name) == expected
+
+
 def client_of(process: KvferryProcess) -> OpenAI:
     from openai import OpenAI
 

@@ -51,7 +51,8 @@ class CallForm(msgspec.Struct, frozen=True, kw_only=True):
 
     `lead`: a text that may precede the first call. `thought`: the texts around reasoning before calls, where the format
     of reasoning itself has no fixed ones. `is_single`: an answer has one call. `call_id`: the model's id of a call,
-    with `{name}` and `{number}` of its text; empty: it has none.
+    with `{name}` and `{number}` of its text; empty: it has none. `parameter`: the texts before the name of an argument,
+    between name and value, and after the value; empty: arguments are a JSON object.
     """
 
     call: tuple[str, str, str]
@@ -62,6 +63,20 @@ class CallForm(msgspec.Struct, frozen=True, kw_only=True):
     thought: tuple[str, str] | None = None
     is_single: bool = False
     call_id: str = ""
+    parameter: tuple[str, str, str] | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts of the form."""
+        return (
+            *self.call,
+            self.begin,
+            self.separator,
+            self.end,
+            self.lead,
+            *(self.thought or ()),
+            *(self.parameter or ()),
+        )
 
 
 class CallableFunction(msgspec.Struct, frozen=True, kw_only=True):

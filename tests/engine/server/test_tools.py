@@ -38,10 +38,10 @@ class Asker:
     """A client, and the engine behind the server that it talks to."""
 
     def __init__(self, client: aiohttp.ClientSession, engine: WritingEngine) -> None:
-        self._client, self.engine = client, engine
+        self.session, self.engine = client, engine
 
     async def post(self, body: dict[str, Any], status: int = 200) -> Any:
-        async with self._client.post("/v1/chat/completions", json=body) as response:
+        async with self.session.post("/v1/chat/completions", json=body) as response:
             answer = await response.json()
             assert response.status == status, answer
             return answer if status == 200 else answer["error"]
@@ -75,7 +75,7 @@ class Asker:
         return {"message": message, "finish_reason": finish_reason}
 
     async def events(self, body: dict[str, Any]) -> list[Any]:
-        async with self._client.post("/v1/chat/completions", json={**body, "stream": True}) as response:
+        async with self.session.post("/v1/chat/completions", json={**body, "stream": True}) as response:
             lines = (await response.text()).split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""]
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
@@ -291,14 +291,17 @@ async def test_what_is_forced_is_valid(fields: dict[str, Any], good: Sequence[st
 
 
 async def test_calls_are_forced_without_a_parser() -> None:
-    for settings in ({"tool_call_parser": "none"}, {"tool_call_parser": "qwen3_coder"}):
+    for settings in ({"tool_call_parser": "none"}, {"tool_call_parser": "gemma4"}):
         async with asking(call(), **settings) as asker:
             choice = await asker.choice(tool_choice="required")
             assert functions(choice) == [("get_weather", {"city": "Zürich"})]
             assert (await asker.choice())["message"]["content"] == call()
 
 
-@pytest.mark.parametrize("parser", [name for name, entry in formats("tools").items() if "form" in entry])
+@pytest.mark.parametrize(
+    "parser",
+    [name for name, entry in formats("tools").items() if "parameter" not in entry.get("form", {"parameter": 0})],
+)
 async def test_what_is_forced_is_read_again(parser: str) -> None:
     tokenizer = make_tokenizer()
     markers = [
@@ -332,6 +335,102 @@ async def test_what_is_forced_is_read_again(parser: str) -> None:
         choice = await asker.choice(tool_choice="required")
         assert functions(choice) == calls
         assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "hm")
+
+
+TAGGED = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 60},
+        "unit": {"enum": ["celsius", "kelvin"]},
+        "days": {"type": "integer", "maximum": 9},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/Tag"}},
+        "tag": {"$ref": "#/$defs/Tag"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"Tag": {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}},
+}
+
+
+def tagged(parser: str, arguments: dict[str, Any], name: str = "get_weather") -> str:
+    """The text of a call whose arguments are in tags. A text that is not a string is written as JSON."""
+    form = formats("tools")[parser]["form"]
+    (before, between, after), (opening, middle, closing) = form["call"], form["parameter"]
+    parts = [
+        opening + key + middle + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) + closing
+        for key, value in arguments.items()
+    ]
+    return str(before + name + between + "".join(parts) + after)
+
+
+@pytest.mark.parametrize("markers", [[], ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "</arg_value>"]])
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm"])
+async def test_arguments_in_tags_are_forced_and_read_again(parser: str, markers: list[str]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": markers})
+    weather = {"type": "function", "function": {"name": "get_weather", "parameters": TAGGED}}
+    fields: dict[str, Any] = {"tools": [weather, CLOCK], "tool_choice": "required"}
+    good = [
+        {"city": "Zürich", "days": 3},
+        {"city": "\n two\nlines <b> \n", "unit": "kelvin", "days": -1, "tags": [{"a": "<x>"}, {}], "tag": {}},
+        {"city": '"17"', "days": 0},
+        {"city": "null", "days": 0, "tag": {"a": "7"}},
+    ]
+    close = formats("tools")[parser]["form"]["parameter"][2].strip()
+    bad = [
+        {"city": "", "days": 3},
+        {"city": "x" * 61, "days": 3},
+        {"city": "a", "days": "x"},
+        {"city": "a", "days": 10},
+        {"city": "a"},
+        {"days": 1, "city": "a"},
+        {"city": "a", "unit": "miles", "days": 1},
+        {"city": "a", "days": 1, "tag": {"b": 1}},
+        {"city": f"a{close}", "days": 1},
+        {"city": "a", "days": 1, "other": 1},
+    ]
+    separator = formats("tools")[parser]["form"]["separator"]
+    async with asking("", tokenizer=tokenizer, tool_call_parser=parser) as asker:
+        for arguments in good:
+            text = tagged(parser, arguments)
+            assert permits(asker, await matcher_of(asker, **fields), text), text
+            asker.engine.texts = [text + separator + tagged(parser, {}, "get_time")]
+            choice = await asker.choice(**fields)
+            assert functions(choice) == [("get_weather", arguments), ("get_time", {})]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+            asker.engine.texts = [text]
+            free = await asker.choice(tools=[weather, CLOCK])
+            assert functions(free) == [("get_weather", arguments)]  # the parser of free calls reads the same
+        for arguments in bad:
+            text = tagged(parser, arguments)
+            assert not permits(asker, await matcher_of(asker, **fields), text), text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "x+"}}},
+        {"properties": {"a": {"type": ["string", "null"]}}},
+        {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}},
+        {"properties": {"a": {}}},
+        {"properties": {"a b": {"type": "integer"}}},
+        {"properties": {"a": {"enum": ["x", 1]}}},
+        {"properties": {"a": {"type": "object", "properties": {"b": {"$ref": "#"}}}}},
+        {"properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/none"}}, "$defs": {"some": {}}},
+        {"type": "object"},
+    ],
+)
+async def test_what_tags_cannot_carry_is_in_hermes_form(schema: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+    text = call(arguments='{"a": "x"}')
+    async with asking(text, tool_call_parser="qwen3_coder") as asker:
+        body = {**BODY, "tools": [tool], "tool_choice": "required"}
+        async with asker.session.post("/v1/chat/completions", json=body) as response:
+            answer = await response.json()
+        if response.status == 400:  # a schema that no form can follow
+            assert answer["error"]["param"] == "tools[0].function.parameters"
+        else:
+            assert functions(answer["choices"][0]) == [("get_weather", {"a": "x"})]
 
 
 async def test_arguments_of_forced_calls_come_in_pieces() -> None:

@@ -12,10 +12,16 @@ from typing import Any
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.structured_outputs import NUMBER, AnswerGrammar, Calls, StructuredOutputs, Thought
+from kvferry.engine.structured.call_parameters import Parameter, parameters_of
 
 _ANY = r"/(?s:.*)/"
 _SPACES = r"/[ \t\r\n]{0,16}/"
 _NUMBER = "/[0-9]{1,4}/"
+
+
+def _escaped(text: str) -> str:
+    """The text within a regular expression of a grammar."""
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")
 
 
 class AnswerGrammarWriter:
@@ -75,10 +81,22 @@ class AnswerGrammarWriter:
     def _calls(self, calls: Calls, named: Callable[[StructuredOutputs], str]) -> list[str]:
         form, rules = calls.form, []
         for index, function in enumerate(calls.functions):
-            schema = json.dumps({"type": "object"} | function.schema, ensure_ascii=False)
-            arguments = named(StructuredOutputs(kind="json", content=schema, field=function.field))
             before, between, after = form.call
-            sequence = [*self._pieces(before + function.name + between), arguments, *self._pieces(after)]
+            parameters = parameters_of(function.schema) if form.parameter is not None else None
+            if form.parameter is None:
+                schema = json.dumps({"type": "object"} | function.schema, ensure_ascii=False)
+                arguments = [named(StructuredOutputs(kind="json", content=schema, field=function.field))]
+            elif parameters is None:
+                raise InvalidRequest(
+                    f"{function.field}: arguments in tags cannot have this schema", param=function.field
+                )
+            else:
+                arguments = []
+                for parameter in parameters:
+                    name = f"call_{index}_{len(arguments)}"
+                    rules += self._parameter(name, parameter, form.parameter, function.field, named)
+                    arguments.append(name if parameter.is_required else f"({name})?")
+            sequence = [*self._pieces(before + function.name + between), *arguments, *self._pieces(after)]
             rules.append(f"call_{index}: {' '.join(sequence)}")
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls.functions))))
         is_single = form.is_single or not calls.parallel
@@ -86,6 +104,42 @@ class AnswerGrammarWriter:
         lead = [f"({' '.join(self._pieces(form.lead))})?"] if form.lead else []
         rules.append(" ".join(["calls:", *lead, *self._pieces(form.begin), "call", more, *self._pieces(form.end)]))
         return rules
+
+    def _parameter(
+        self,
+        name: str,
+        parameter: Parameter,
+        tags: tuple[str, str, str],
+        field: str,
+        named: Callable[[StructuredOutputs], str],
+    ) -> list[str]:
+        """The rules of one argument, of which the first one has this name. A text has nothing that ends it."""
+        before, between, after = tags
+        opening = " ".join(self._pieces(before + parameter.key + between))
+        closing = self._pieces(after)
+        if not parameter.is_text:
+            field = f"{field}.properties.{parameter.key}"
+            value = named(StructuredOutputs(kind="json", content=parameter.json_schema, field=field))
+            return [f"{name}: {opening} {value} {' '.join(closing)}"]
+        if parameter.choices:
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in parameter.choices)
+            return [f"{name}: {opening} ({choices}) {' '.join(closing)}"]
+        highest = "" if parameter.max_length is None else parameter.max_length
+        text = f"(?s:.{{{parameter.min_length},{highest}}})"
+        excluded = f"~/(?s:.*){_escaped(after.strip())}(?s:.*)/"
+        token = next((number for number, piece in enumerate(closing) if piece.startswith("<[")), None)
+        if token is None:
+            suffix = json.dumps(after, ensure_ascii=False)
+            return [
+                f"{name}: {opening} {name}_value",
+                f"{name}_value[suffix={suffix}]: {name.upper()}_TEXT",
+                f"{name.upper()}_TEXT: /{text}/ & {excluded}",
+            ]
+        lead = "".join(map(json.loads, closing[:token]))
+        return [
+            f"{name}: {opening} {name.upper()}_TEXT {' '.join(closing[token:])}",
+            f"{name.upper()}_TEXT: /{text}{_escaped(lead)}/ & {excluded}",
+        ]
 
     def _free(self, reserved: Iterable[str]) -> list[str]:
         """Any text with any special tokens, except those that end an answer and the reserved ones."""

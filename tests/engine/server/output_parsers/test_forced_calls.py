@@ -19,7 +19,7 @@ from ..conftest import make_tokenizer
 
 NAMES = ("get", "get_weather")
 TOOLS = [{"type": "function", "function": {"name": name}} for name in NAMES]
-FORMS = [name for name, entry in formats("tools").items() if "form" in entry]
+FORMS = [name for name, entry in formats("tools").items() if "parameter" not in entry.get("form", {"parameter": ""})]
 REASONING = {"gpt_oss": "gpt_oss", "mistral": "mistral"}
 SERVERS = {name: OutputParsers(make_tokenizer(), tools=name, reasoning=REASONING.get(name, "think")) for name in FORMS}
 NASTY = [
@@ -127,3 +127,38 @@ def test_the_parser_of_free_calls_reads_them_too(name: str) -> None:
     parts = [part for part in [*reader.feed(text), *reader.finish()] if isinstance(part, NumberedCall)]
     assert [(part.name, json.loads(part.arguments)) for part in parts] == calls
     assert [part.id for part in parts] == [call.id for call in read(name, [text])[2]]
+
+
+@given(
+    city=st.text(max_size=30),
+    tags=st.lists(st.text(max_size=5), max_size=3),
+    places=st.lists(st.integers(0, 400), max_size=20),
+    name=st.sampled_from(["qwen3_coder", "glm"]),
+)
+def test_arguments_in_tags_do_not_depend_on_how_the_text_is_cut(
+    city: str, tags: list[str], places: list[int], name: str
+) -> None:
+    parameters = {"properties": {"city": {"type": "string"}, "tags": {"type": "array"}, "n": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "get", "parameters": parameters}}]
+    server = OutputParsers(make_tokenizer(), tools=name, reasoning="none")
+    answers = server.answer_format("", tools=tools, is_forced=True, is_required=True)
+    assert answers.form is not None
+    assert answers.form.parameter is not None
+    opening, between, closing = answers.form.parameter
+    if closing.strip() in city:
+        return
+    values = {"city": city, "tags": json.dumps(tags), "n": "-7"}
+    body = "".join(opening + key + between + value + closing for key, value in values.items())
+    before, middle, after = answers.form.call
+    text = before + "get" + middle + body + after
+    ends = sorted({place % (len(text) + 1) for place in places} | {len(text)})
+    results = []
+    for pieces in ([text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)], [*text]):
+        reader = AnswerReader(answers.make() or pytest.fail("no parser"), CallIds(b"key"))
+        parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+        assert all(isinstance(part, NumberedCall) for part in parts)
+        [call] = join_calls([part for part in parts if isinstance(part, NumberedCall)])
+        assert json.loads(call.arguments) == {"city": city, "tags": tags, "n": -7}
+        results.append(call)
+        assert not reader.has_open_call
+    assert results[0] == results[1]

@@ -1,13 +1,14 @@
 """Parses answers that a grammar has constrained to calls (`engine.structured.answer_grammar`).
 
-Their text has one form, and their arguments are JSON. So a call begins as soon as its name is complete, and its
-arguments are passed on as they come, without a change.
+Their text has one form. So a call begins as soon as its name is complete, and arguments that are a JSON object are
+passed on as they come, without a change. Arguments in tags are passed on one by one.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from kvferry.core.structured_outputs import NUMBER, CallForm
 from kvferry.engine.server.output_parsers.base import CallArguments, OutputParser, ParsedCall, ParsedText, Part
@@ -45,24 +46,66 @@ class JsonObjectScanner:
         return None
 
 
+class TaggedArguments:
+    """Reads arguments in tags as a JSON object, one by one. `tags`: as `CallForm.parameter`; `end`: what follows the
+    last one; `texts`: the names of arguments that are texts, where all others are JSON."""
+
+    def __init__(self, tags: tuple[str, str, str], end: str, texts: Collection[str]) -> None:
+        before, between, self._close = tags
+        self._open = re.compile(re.escape(before) + r"(?P<key>[^<>\s]+)" + re.escape(between))
+        self._end, self._texts = end, texts
+        self._held = ""
+        self._num_read = 0
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The JSON text that `text` completes, and the text after the end of the arguments; None: they go on."""
+        self._held += text
+        written = ""
+        while True:
+            if self._held.startswith(self._end):
+                return written + ("}" if self._num_read else "{}"), self._held[len(self._end) :]
+            opening = self._open.match(self._held)
+            close = -1 if opening is None else self._held.find(self._close, opening.end())
+            if opening is None or close < 0:
+                return written, None
+            value = self._held[opening.end() : close]
+            value = json.dumps(value, ensure_ascii=False) if opening["key"] in self._texts else value
+            written += (", " if self._num_read else "{") + json.dumps(opening["key"], ensure_ascii=False) + f": {value}"
+            self._num_read, self._held = self._num_read + 1, self._held[close + len(self._close) :]
+
+
+class JsonArguments:
+    """Passes a JSON object on."""
+
+    def __init__(self) -> None:
+        self._scanner = JsonObjectScanner()
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The object's part of `text`, and the text after the object's end; None: it goes on."""
+        end = self._scanner.feed(text)
+        return (text, None) if end is None else (text[:end], text[end:])
+
+
 class ForcedCallParser(OutputParser):
-    """Parses one answer of calls. `names`: the functions that may be called. Text that is not of the form, which a
-    grammar does not permit, is content."""
+    """Parses one answer of calls. `texts`: the functions that may be called, each with the names of its arguments that
+    are texts, where arguments are in tags. Text of another form, which a grammar does not permit, is content."""
 
     max_header = 4096
     """Characters before the arguments of a call, at most."""
 
-    def __init__(self, form: CallForm, names: Collection[str]) -> None:
-        before, between, _ = form.call
-        self._form = form
+    def __init__(self, form: CallForm, texts: Mapping[str, Collection[str]]) -> None:
+        before, between, after = form.call
+        self._form, self._texts, names = form, texts, list(texts)
         name = f"(?P<name>{'|'.join(sorted(map(re.escape, names), key=len, reverse=True))})"
-        tail = re.escape(before) + name + re.escape(between).replace(re.escape(NUMBER), r"(?P<number>\d+)") + r"(?=\{)"
+        tail = re.escape(before) + name + re.escape(between).replace(re.escape(NUMBER), r"(?P<number>\d+)")
+        tail += r"(?=\{)" if form.parameter is None else ""
         lead = f"(?:{re.escape(form.lead)})?" if form.lead else ""
         self._first = re.compile(r"\s*" + lead + re.escape(form.begin) + tail)
-        self._next = re.compile(re.escape(form.call[2] + form.separator) + tail)
+        ending = after if form.parameter is None else ""  # arguments in tags end with it
+        self._next = re.compile(re.escape(ending + form.separator) + tail)
         self._held = ""
         """Text that may be the header of a call."""
-        self._scanner: JsonObjectScanner | None = None
+        self._arguments: JsonArguments | TaggedArguments | None = None
         """None: no call is open."""
         self._has_called = self._is_content = False
 
@@ -72,20 +115,19 @@ class ForcedCallParser(OutputParser):
             return [ParsedText("content", text)] if text else []
         parts: list[Part] = []
         while True:
-            if self._scanner is None:
+            if self._arguments is None:
                 self._held, text = "", self._held + text
                 header = (self._next if self._has_called else self._first).match(text)
                 if header is None:
                     return [*parts, *self._hold(text)]
                 parts.append(self._begin(header))
-                self._scanner, text = JsonObjectScanner(), text[header.end() :]
-            end = self._scanner.feed(text)
-            arguments = text if end is None else text[:end]
+                self._arguments, text = self._new_arguments(header["name"]), text[header.end() :]
+            arguments, rest = self._arguments.feed(text)
             if arguments:
-                parts.append(CallArguments(arguments, is_last=end is not None))
-            if end is None:
+                parts.append(CallArguments(arguments, is_last=rest is not None))
+            if rest is None:
                 return parts
-            self._scanner, text = None, text[end:]
+            self._arguments, text = None, rest
 
     def finish(self) -> list[Part]:
         """The rest: the beginning of a first call as content. A further call without its header is dropped."""
@@ -98,6 +140,10 @@ class ForcedCallParser(OutputParser):
         if self._form.call_id:
             call_id = self._form.call_id.format(name=name, number=header["number"])
         return ParsedCall(name, "", call_id, is_open=True)
+
+    def _new_arguments(self, name: str) -> JsonArguments | TaggedArguments:
+        tags = self._form.parameter
+        return JsonArguments() if tags is None else TaggedArguments(tags, self._form.call[2], self._texts[name])
 
     def _hold(self, text: str) -> list[Part]:
         if len(text) <= self.max_header:

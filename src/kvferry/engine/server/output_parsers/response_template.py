@@ -18,6 +18,7 @@ from typing import Any, Literal
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import resolve
 from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParsedText, ParserContext, Part
+from kvferry.engine.structured.call_parameters import with_types
 
 _IMPLICIT = "content_between_regions"
 _NO_ANCHOR = "\0"
@@ -75,9 +76,10 @@ class OutputTemplate:
 
     @cached_property
     def patterns(self) -> str:
-        """All texts and patterns that delimit regions, without backslashes."""
+        """All texts and patterns that delimit regions and arguments, without backslashes."""
         keys = ("open", "open_pattern", "close", "close_pattern")
         texts = [field[key] for field in self.fields.values() for key in keys if key in field]
+        texts += [field.get("content_args", {}).get("tag_pattern", "") for field in self.fields.values()]
         return "\n".join(text if isinstance(text, str) else "\n".join(text) for text in texts).replace("\\", "")
 
     @property
@@ -160,7 +162,7 @@ class TemplateParser(OutputParser):
 
     def __init__(self, template: OutputTemplate, context: ParserContext) -> None:
         self._template = template
-        self._tools = [dict(tool) for tool in context.tools]
+        self._tools = [with_types(tool) for tool in context.tools]
         self._parser = resolve(f"{_LIBRARY}:ResponseParser")(template.regions, prefix=context.prefix)
         """None: all that follows is content."""
         self._raw = context.prefix

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvferry.engine.parser_names import NONE, ParserKind, extension_point, forma
 from kvferry.engine.server.output_parsers.base import OutputParser, ParserContext, Stages
 from kvferry.engine.server.output_parsers.forced_calls import ForcedCallParser
 from kvferry.engine.server.output_parsers.response_template import OutputTemplate, TemplateParser
+from kvferry.engine.structured.call_parameters import parameters_of
 
 _FALLBACK = "hermes"
 """The form of calls that a request forces, for models without a form of their own."""
@@ -53,6 +54,8 @@ class ParserEntry:
     def sees(self, token: str) -> bool:
         """True if the parser must see this special token."""
         source = self.source
+        if self.form is not None and any(token in text for text in self.form.texts):
+            return True
         return token in source.patterns if isinstance(source, OutputTemplate) else token in source.markers()
 
     def prefix(self, prompt: str) -> str:
@@ -75,8 +78,9 @@ class AnswerFormat:
     thought: Thought | None = None
     form: CallForm | None = None
     has_reasoning: bool = False
-    forced: tuple[str, ...] = ()
-    """The functions of which a grammar writes calls in `form`; empty: it does not."""
+    forced: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """The functions of which a grammar writes calls in `form`, each with the names of its arguments that are texts;
+    empty: it does not."""
 
     @property
     def name(self) -> str:
@@ -126,6 +130,10 @@ class OutputParsers:
         calls; `is_required`: and nothing else after the reasoning. `continued`: the beginning of the answer, where the
         request has it."""
         reasoning, calls = self.reasoning, self.tools if tools else None
+        forced: Mapping[str, Collection[str]] = dict.fromkeys(_names(tools), ()) if is_required else {}
+        if calls is not None and calls.form is not None and calls.form.parameter is not None:
+            texts = _text_arguments(tools) if is_required else None
+            calls, forced = (replace(calls, form=None), forced) if texts is None else (calls, texts)
         if is_forced and (calls is None or calls.form is None):
             calls = _named("tools", _FALLBACK)
         if reasoning is not None and reasoning is not calls:
@@ -139,7 +147,6 @@ class OutputParsers:
         thought = _thought(stages[0], prompt, max_thought_tokens) if stages and reasoning is not None else None
         if thought is None and reasoning is not None and is_required and form is not None and form.thought is not None:
             thought = Thought(open=form.thought[0], close=form.thought[1], max_tokens=max_thought_tokens)
-        forced = tuple(tool["function"]["name"] for tool in tools) if is_required else ()
         return AnswerFormat(tuple(stages), self._hidden(entries), thought, form, reasoning is not None, forced)
 
     def is_token(self, text: str) -> bool:
@@ -153,6 +160,21 @@ class OutputParsers:
         return frozenset(
             token_id for token_id, text in self._special.items() if not any(entry.sees(text) for entry in entries)
         )
+
+
+def _names(tools: Sequence[dict[str, Any]]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+def _text_arguments(tools: Sequence[dict[str, Any]]) -> dict[str, list[str]] | None:
+    """For each function, its arguments that are texts in a format with tags; None: tags cannot carry those of one."""
+    texts: dict[str, list[str]] = {}
+    for name, tool in zip(_names(tools), tools, strict=True):
+        parameters = parameters_of(tool["function"].get("parameters"))
+        if parameters is None:
+            return None
+        texts[name] = [parameter.key for parameter in parameters if parameter.is_text]
+    return texts
 
 
 def _prefix_of(entry: ParserEntry, prompt: str, continued: str | None) -> str:
