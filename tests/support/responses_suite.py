@@ -250,5 +250,13 @@ CHECKS: list[Callable[[OpenAI, str], None]] = [
     what_is_harmless_is_accepted,
 ]
 
+OF_OTHER_ENGINES: list[Callable[[OpenAI, str], None]] = [
+    a_stream_is_the_whole_response,
+    responses_are_stored_and_deleted,
+    tools_and_results_are_the_chats,
+    what_is_harmless_is_accepted,
+]
+"""For vLLM and SGLang."""
+
 STRUCTURED_CHECKS: list[Callable[[OpenAI, str], None]] = [a_json_schema_is_followed, a_forced_call_is_an_item]
 """For engines that follow grammars."""

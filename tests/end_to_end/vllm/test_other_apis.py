@@ -25,24 +25,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KvferryProcess]
         require_nothing_kept(*servers.values())
 
 
-# Without system messages, which vLLM gives to the model's template as parts that it cannot join.
-MESSAGES_CHECKS = [
-    anthropic_suite.a_message_has_its_parts,
-    anthropic_suite.a_stream_is_the_whole_message,
-    anthropic_suite.stop_sequences_are_named,
-    anthropic_suite.tools_and_results_are_the_chats,
-    anthropic_suite.the_last_message_is_continued,
-    anthropic_suite.what_is_harmless_is_accepted,
-]
-RESPONSES_CHECKS = [
-    responses_suite.a_stream_is_the_whole_response,
-    responses_suite.responses_are_stored_and_deleted,
-    responses_suite.tools_and_results_are_the_chats,
-    responses_suite.what_is_harmless_is_accepted,
-]
-
-
-@pytest.mark.parametrize("check", MESSAGES_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", anthropic_suite.OF_OTHER_ENGINES, ids=lambda check: check.__name__)
 def test_messages(check: Any, router: KvferryProcess) -> None:
     from anthropic import Anthropic
     from openai import OpenAI
@@ -53,7 +36,7 @@ def test_messages(check: Any, router: KvferryProcess) -> None:
     assert router.metric("kvferry_router_hand_offs_total", kind="sequential") > before
 
 
-@pytest.mark.parametrize("check", RESPONSES_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", responses_suite.OF_OTHER_ENGINES, ids=lambda check: check.__name__)
 def test_responses(check: Any, router: KvferryProcess) -> None:
     from openai import OpenAI
 
