@@ -114,7 +114,7 @@ class GenerationRequest(KeyFields, kw_only=True):
     ignore_eos: bool | None = None
     allowed_token_ids: Annotated[list[Integer], msgspec.Meta(min_length=1, max_length=16384)] | None = None
     logprob_token_ids: Annotated[list[Integer], msgspec.Meta(max_length=MAX_LOGPROB_TOKENS)] | None = None
-    """Tokens whose log-probabilities are returned at each position, instead of the most likely ones."""
+    """Tokens that are listed at each position, instead of the most likely ones."""
 
     bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=256)] | None = None
     response_format: ResponseFormat | None = None

@@ -51,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
-    """Tokens whose log-probabilities are returned instead of those of the most likely ones."""
+    """Tokens that are listed at each position, instead of the most likely ones."""
     prompt_logprobs: int | None = None
     seed: int | None = None
 

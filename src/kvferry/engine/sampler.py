@@ -236,7 +236,7 @@ def adjust_logits(
 
 
 def _without_banned(permitted: Bits, sequence: Sequence, eos_token_ids: frozenset[int]) -> Bits:
-    """What is left of the permitted tokens by `min_tokens` and `ignore_eos`. A grammar that permits nothing else ends
+    """The permitted tokens that `min_tokens` and `ignore_eos` leave. A grammar that permits nothing else ends
     the answer nevertheless."""
     sampling = sequence.request.sampling
     banned = banned_tokens(sampling, eos_token_ids) if sequence.num_output_tokens < sampling.min_tokens else set()

@@ -167,7 +167,7 @@ def _names(tools: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _text_arguments(tools: Sequence[dict[str, Any]]) -> dict[str, list[str]] | None:
-    """For each function, its arguments that are texts in a format with tags; None: tags cannot carry those of one."""
+    """For each function, its arguments that are texts in a format with tags; None: tags cannot carry one of them."""
     texts: dict[str, list[str]] = {}
     for name, tool in zip(_names(tools), tools, strict=True):
         parameters = parameters_of(tool["function"].get("parameters"))
