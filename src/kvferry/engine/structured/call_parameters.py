@@ -15,10 +15,11 @@ _NOTES = frozenset({"title", "description", "default", "examples", "$comment"})
 _OF_ROOT = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 _OF_TEXT = _NOTES | {"type", "enum", "const", "minLength", "maxLength"}
 _JSON_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "array"})
-_MAX_LENGTH = 4096
-"""Longest bound of a text's length: each is a part of a regular expression."""
+_MAX_LENGTH, _MAX_LENGTHS = 1024, 16_384
+"""Longest bound of a text's length, and of all texts of a function together. They are parts of regular expressions,
+which fail within an answer if they are much longer."""
 
-_KEY = re.compile(r"[^<>\s]+")
+_KEY = re.compile(r"[^<>\s{}]+")
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 
 
@@ -54,7 +55,9 @@ def parameters_of(schema: Mapping[str, Any] | None) -> tuple[Parameter, ...] | N
         return None
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parameters = [_parameter(key, value, key in required, definitions) for key, value in properties.items()]
-    return None if None in parameters else tuple(parameter for parameter in parameters if parameter is not None)
+    representable = tuple(parameter for parameter in parameters if parameter is not None)
+    num_bounded = sum(max(parameter.min_length, parameter.max_length or 0) for parameter in representable)
+    return None if None in parameters or num_bounded > _MAX_LENGTHS else representable
 
 
 def with_types(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class TaggedArguments:
         self._open = re.compile(re.escape(before) + r"(?P<key>[^<>\s]+)" + re.escape(between))
         self._end, self._texts = end, texts
         self._held = ""
-        self._num_read = 0
+        self._num_read = self._num_searched = 0
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """The JSON text that `text` completes, and the text after the end of the arguments; None: they go on."""
@@ -65,9 +65,13 @@ class TaggedArguments:
             if self._held.startswith(self._end):
                 return written + ("}" if self._num_read else "{}"), self._held[len(self._end) :]
             opening = self._open.match(self._held)
-            close = -1 if opening is None else self._held.find(self._close, opening.end())
-            if opening is None or close < 0:
+            if opening is None:
                 return written, None
+            close = self._held.find(self._close, max(opening.end(), self._num_searched))
+            if close < 0:
+                self._num_searched = max(0, len(self._held) - len(self._close))
+                return written, None
+            self._num_searched = 0
             value = self._held[opening.end() : close]
             value = json.dumps(value, ensure_ascii=False) if opening["key"] in self._texts else value
             written += (", " if self._num_read else "{") + json.dumps(opening["key"], ensure_ascii=False) + f": {value}"
