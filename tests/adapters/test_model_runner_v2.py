@@ -6,12 +6,13 @@ runner does around it is not run here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from adapters.vllm.test_worker_half import FakeStream, Recorder, make_half, step
+from adapters.vllm.test_worker_half import Recorder, make_half, step
 
 pytestmark = pytest.mark.vllm
 
@@ -20,21 +21,21 @@ class Runner:
     """Model Runner V2's way through a step: `execute_model` up to the forward, then `sample_tokens`."""
 
     def __init__(self, active: Any, side: Recorder) -> None:
-        self._active, self._side = active, side
+        self.active, self._side = active, side
 
     def run(self, metadata: Any, layers: tuple[str, ...] = ("a", "b")) -> Any:
         output = SimpleNamespace(
             kv_connector_metadata=metadata, has_sync_kv_loads=bool(metadata.step_loads), finished_req_ids=set()
         )
         if not metadata.computes:
-            return self._active.no_forward(output).kv_connector_output
-        self._active.pre_forward(output)
+            return self.active.no_forward(output).kv_connector_output
+        self.active.pre_forward(output)
         for layer in layers:
-            self._active.kv_connector.wait_for_layer_load(layer)
+            self.active.kv_connector.wait_for_layer_load(layer)
             self._side.calls.append(f"attention {layer}")
-            self._active.kv_connector.save_kv_layer(layer, None, None)
-        self._active.finish_forward()
-        return self._active.post_forward(set())
+            self.active.kv_connector.save_kv_layer(layer, None, None)
+        self.active.finish_forward()
+        return self.active.post_forward(set())
 
 
 @pytest.fixture
@@ -42,8 +43,7 @@ def side() -> Recorder:
     return Recorder()
 
 
-@pytest.fixture
-def connector(side: Recorder) -> Any:
+def make_connector(side: Recorder, *, on_gpu: bool) -> Any:
     from kvferry.adapters.vllm.connector import KvferryConnector
     from kvferry.adapters.vllm.loads import StepResults
     from kvferry.adapters.vllm.messages import RankReport
@@ -53,8 +53,8 @@ def connector(side: Recorder) -> Any:
         def __init__(self) -> None:
             """With a worker half that is there already, so that no vLLM is needed around it."""
             self._connector_metadata = None
-            self._worker, self._scheduler, self._pending_requests, self._meter = make_half(side), None, None, Meter(0)
-            self._results = StepResults(RankReport(0))
+            self._worker, self._scheduler, self._pending_requests = make_half(side, on_gpu=on_gpu), None, None
+            self._results, self._meter = StepResults(RankReport(0)), Meter(0)
 
         def register_kv_caches(self, kv_caches: Any) -> None:
             """It was."""
@@ -64,13 +64,20 @@ def connector(side: Recorder) -> Any:
 
 
 @pytest.fixture
-def runner(connector: Any, side: Recorder, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    from vllm.v1.worker.gpu import kv_connector
+def on_gpu() -> bool:
+    return False
 
-    monkeypatch.setattr(kv_connector, "get_kv_transfer_group", lambda: connector)
-    monkeypatch.setattr(kv_connector, "is_forward_context_available", lambda: True)
-    monkeypatch.setattr(kv_connector, "get_forward_context", lambda: None)
-    return Runner(kv_connector.ActiveKVConnector(None, {}), side)  # type: ignore[arg-type]
+
+@pytest.fixture
+def runner(side: Recorder, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.forward_context import override_forward_context
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", make_connector(side, on_gpu=on_gpu))
+    context: Any = SimpleNamespace()
+    with override_forward_context(context):
+        yield Runner(ActiveKVConnector(None, {}), side)  # type: ignore[arg-type]
 
 
 def test_layers_are_announced_as_they_come(runner: Runner, side: Recorder) -> None:
@@ -88,10 +95,8 @@ def test_layers_are_announced_as_they_come(runner: Runner, side: Recorder) -> No
     ]
 
 
-def test_on_a_gpu_layers_are_announced_as_the_stream_comes_to_them(
-    runner: Runner, connector: Any, side: Recorder
-) -> None:
-    connector._worker._device = FakeStream(side)
+@pytest.mark.parametrize("on_gpu", [True])
+def test_on_a_gpu_layers_are_announced_as_the_stream_comes_to_them(runner: Runner, side: Recorder) -> None:
     runner.run(step())
     assert side.calls == [
         "withdraw plan",
@@ -107,9 +112,9 @@ def test_on_a_gpu_layers_are_announced_as_the_stream_comes_to_them(
     ]
 
 
-def test_a_whole_cuda_graph_is_announced_at_its_end(runner: Runner, connector: Any, side: Recorder) -> None:
+@pytest.mark.parametrize("on_gpu", [True])
+def test_a_whole_cuda_graph_is_announced_at_its_end(runner: Runner, side: Recorder) -> None:
     """The calls around layers are not made then."""
-    connector._worker._device = FakeStream(side)
     runner.run(step(), layers=())
     assert side.calls == [
         "withdraw plan",
@@ -128,7 +133,7 @@ def test_what_a_step_needs_is_loaded_before_it(runner: Runner, side: Recorder) -
     assert side.calls[:3] == ["withdraw plan", "start plan", "wait_layer 0"]
 
 
-def test_a_step_without_the_model(runner: Runner, connector: Any, side: Recorder) -> None:
+def test_a_step_without_the_model(runner: Runner, side: Recorder) -> None:
     from kvferry.connectors.api import Loaded
 
     side.report.append(Loaded("r"))
@@ -136,14 +141,11 @@ def test_a_step_without_the_model(runner: Runner, connector: Any, side: Recorder
     assert side.calls == ["withdraw plan", "start plan"]
     assert output.finished_recving == {"r"}
     assert output.kv_connector_worker_meta is not None
-    assert not connector.has_connector_metadata()
+    assert not runner.active.kv_connector.has_connector_metadata()
 
 
-def test_a_dummy_run_calls_nothing(runner: Runner, side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu.kv_connector import kv_transfer_state
-
-    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
-    runner._active.set_disabled(True)
-    assert runner._active.no_forward(SimpleNamespace(kv_connector_metadata=None)) is not None
-    runner._active.set_disabled(False)
+def test_a_dummy_run_calls_nothing(runner: Runner, side: Recorder) -> None:
+    runner.active.set_disabled(True)
+    assert runner.active.no_forward(SimpleNamespace(kv_connector_metadata=None)) is not None
+    runner.active.set_disabled(False)
     assert side.calls == []

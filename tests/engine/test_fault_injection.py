@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import KvferryError, LeakError
-from kvferry.core.messages.hand_off import Consume, Produce, parse_hand_off
+from kvferry.core.messages.hand_off import Consume, HandOff, Produce, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.testing.stepping import IdleWait
@@ -167,6 +167,12 @@ class Fault:
             raise Injected("out of cheese")
 
 
+def request_of(name: str, index: int, hand_off: HandOff) -> Request:
+    prompt = [(7 * index + 3 * place) % 90 + 1 for place in range(19 + 9 * index)]
+    sampling = SamplingParams(max_tokens=6, temperature=0.8, seed=5 + index, ignore_eos=True)
+    return Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, hand_off=hand_off)
+
+
 class Load:
     """Requests of every kind at once: handed off in both forms, served by D alone, and left by their client."""
 
@@ -199,12 +205,12 @@ class Load:
         self.answers[kind] = Answer()
         name, form = self._name(kind), kind.partition("-")[0]
         if form != "alone":
-            self.pair.prefill.add(self._request(name, index, Produce(name)))
+            self.pair.prefill.add(request_of(name, index, Produce(name)))
         if form == "concurrent":
             ticket = early_ticket(name, self.pair.prefill.addresses, self.pair.prefill.scheduler_side)
-            self.pair.decode.add(self._request(name, index, Consume(ticket)))
+            self.pair.decode.add(request_of(name, index, Consume(ticket)))
         elif form == "alone":
-            self.pair.decode.add(self._request(name, index, None))
+            self.pair.decode.add(request_of(name, index, None))
 
     def _prefilled(self, output: EngineOutput) -> None:
         kind = self._kind(output.request_id)
@@ -214,7 +220,7 @@ class Load:
             self.answers[kind].last = output
             return
         hand_off = parse_hand_off(output.kv_transfer_params, output.request_id)
-        self.pair.decode.add(self._request(output.request_id, int(kind[-1]), hand_off))
+        self.pair.decode.add(request_of(output.request_id, int(kind[-1]), hand_off))
 
     def _name(self, kind: str) -> str:
         return f"{kind}-{self.number}"
@@ -222,12 +228,6 @@ class Load:
     @staticmethod
     def _kind(name: str) -> str:
         return name.rpartition("-")[0]
-
-    @staticmethod
-    def _request(name: str, index: int, hand_off: Any) -> Request:
-        prompt = [(7 * index + 3 * place) % 90 + 1 for place in range(19 + 9 * index)]
-        sampling = SamplingParams(max_tokens=6, temperature=0.8, seed=5 + index, ignore_eos=True)
-        return Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, hand_off=hand_off)
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +285,7 @@ def step_for_ever(pair: Pair) -> None:
 
 def test_books_that_are_wrong_end_the_engine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one thing after a fault that nobody may go on with. Runs last: its engine is of no use any more."""
-    pair.decode.add(Load._request("lost-1", 0, None))
+    pair.decode.add(request_of("lost-1", 0, None))
     [block] = pair.decode.pool.allocate(1)
     with monkeypatch.context() as patch:
         Fault(patch, LOCAL + "draw", 1)

@@ -15,7 +15,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.engine.executor import failure_wait
+from kvferry.engine.executor.rank_options import RankOptions
 from kvferry.testing.stepping import IdleWait
 from support import raising_connector
 from support.engines import Answer, run_requests
@@ -29,7 +29,6 @@ PROMPT = [(7 * place) % 90 + 1 for place in range(30)]
 def engine(model_maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """Of two ranks."""
     monkeypatch.setenv(raising_connector.FOLDER, str(tmp_path))
-    monkeypatch.setattr(failure_wait, "SKEW_S", 1.0)
     made = Engine(
         EngineConfig(
             model=str(model_maker("llama")),
@@ -46,6 +45,7 @@ def engine(model_maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             kv_connector_extra_config={"transport": "shm"},
         ),
         auth_token="test",
+        ranks=RankOptions(skew_s=1.0),
     )
     yield made
     made.close()

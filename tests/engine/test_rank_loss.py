@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.engine.executor import group, rank_process
+from kvferry.engine.executor.rank_options import RankOptions
+from kvferry.engine.executor.rank_process import Process
 from support import warm
 from support.processes import is_running, kvferry
 from support.waiting import until
@@ -39,9 +40,10 @@ time.sleep(600)
 """
 
 
-def two_ranks(model: Path) -> Engine:
+def two_ranks(model: Path, ranks: RankOptions | None = None) -> Engine:
     return Engine(
-        EngineConfig(model=str(model), dtype="float32", device="cpu", kv_cache_memory="4MiB", tensor_parallel_size=2)
+        EngineConfig(model=str(model), dtype="float32", device="cpu", kv_cache_memory="4MiB", tensor_parallel_size=2),
+        ranks=ranks,
     )
 
 
@@ -88,11 +90,8 @@ def test_a_rank_killed_while_steps_run_is_named(model_maker: Any) -> None:
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_a_rank_that_stands_still_is_not_waited_for_for_ever(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "STEP_S", 1.0)
-    monkeypatch.setattr("kvferry.engine.executor.ranks.ANSWER_S", 2.0)
-    monkeypatch.setattr("kvferry.engine.executor.ranks.END_S", 1.0)
-    engine = two_ranks(model_maker("llama"))
+def test_a_rank_that_stands_still_is_not_waited_for_for_ever(model_maker: Any) -> None:
+    engine = two_ranks(model_maker("llama"), RankOptions(step_s=1.0, answer_s=2.0, end_s=1.0))
     pid = pid_of(engine)
     os.kill(pid, signal.SIGSTOP)
     error = run_until_lost(engine)
@@ -115,12 +114,8 @@ async def test_a_rank_lost_while_nothing_runs_ends_the_engine_too(model_maker: A
 
 
 @pytest.mark.usefixtures("warm_ranks")
-async def test_a_rank_that_hangs_while_nothing_runs_ends_the_engine_too(
-    model_maker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_process, "PING_INTERVAL_S", 0.5)
-    monkeypatch.setattr("kvferry.engine.executor.ranks.END_S", 1.0)
-    engine = AsyncEngine(two_ranks(model_maker("llama")), ["m"])
+async def test_a_rank_that_hangs_while_nothing_runs_ends_the_engine_too(model_maker: Any) -> None:
+    engine = AsyncEngine(two_ranks(model_maker("llama"), RankOptions(ping_interval_s=0.5, end_s=1.0)), ["m"])
     engine.start()
     pid = pid_of(engine.engine)
     assert len([output async for output in engine.generate(request("a", 5))]) == 5
@@ -134,15 +129,15 @@ async def test_a_rank_that_hangs_while_nothing_runs_ends_the_engine_too(
     assert not is_running(pid)
 
 
-def test_a_rank_lost_while_it_starts_is_named(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+def test_a_rank_lost_while_it_starts_is_named(model_maker: Any) -> None:
+    def start_false(rank: int, pipe: int, auth_token: str) -> Process:
+        return subprocess.Popen(["/bin/false"], pass_fds=(pipe,))
+
     start = time.monotonic()
     with pytest.raises(RankLost, match=r"rank 1 \(process \d+\) ended with exit code 1"):
-        two_ranks(model_maker("llama"))
+        two_ranks(model_maker("llama"), RankOptions(start_process=start_false))
     assert time.monotonic() - start < SOON_S
-    monkeypatch.undo()
-    monkeypatch.setattr(rank_process, "_start", warm.run_rank)
-    two_ranks(model_maker("llama")).close()
+    two_ranks(model_maker("llama"), RankOptions(start_process=warm.run_rank)).close()
 
 
 @pytest.mark.full(in_every_part=True)

@@ -16,7 +16,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.engine.executor import group
+from kvferry.engine.executor.rank_options import RankOptions
 from support import warm
 from support.certificates import member_options
 from support.engines import GREEDY, random_prompts, require_same, run_prompts
@@ -45,9 +45,9 @@ def rank_coming(folder: Path) -> Iterator[tuple[dict[str, Any], warm.Program]]:
         program.process.kill()
 
 
-def two_ranks(model: Path, settings: dict[str, Any]) -> Engine:
+def two_ranks(model: Path, settings: dict[str, Any], ranks: RankOptions | None = None) -> Engine:
     config = EngineConfig(model=str(model), dtype="float32", device="cpu", kv_cache_memory="4MiB", **settings)
-    return Engine(config, auth_token="test")
+    return Engine(config, auth_token="test", ranks=ranks)
 
 
 def test_hand_offs_from_and_to_ranks_that_came(model_maker: Any, tmp_path: Path) -> None:
@@ -77,15 +77,11 @@ def test_a_rank_that_is_killed_is_named(model_maker: Any, tmp_path: Path) -> Non
         assert bounded(engine.close) < SOON_S
 
 
-def test_a_rank_that_stands_still_is_not_waited_for_for_ever(
-    model_maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_stands_still_is_not_waited_for_for_ever(model_maker: Any, tmp_path: Path) -> None:
     """Who has started it ends it; this engine goes on without."""
-    monkeypatch.setattr(group, "STEP_S", 1.0)
-    monkeypatch.setattr("kvferry.engine.executor.ranks.ANSWER_S", 2.0)
-    monkeypatch.setattr("kvferry.engine.executor.ranks.END_S", 1.0)
+    brief = RankOptions(step_s=1.0, answer_s=2.0, end_s=1.0)
     with rank_coming(tmp_path) as (settings, rank):
-        engine = two_ranks(model_maker("llama"), settings)
+        engine = two_ranks(model_maker("llama"), settings, brief)
         os.kill(rank.process.pid, signal.SIGSTOP)
         assert "did not take part in time" in str(run_until_lost(engine))
         assert bounded(engine.close) < SOON_S

@@ -14,8 +14,14 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.models import checkpoint, digest_cache
-from kvferry.models.checkpoint import CheckpointFiles, checkpoint_name, plain, resolved_config
+from kvferry.models.checkpoint import (
+    CheckpointFiles,
+    DigestReader,
+    checkpoint_name,
+    file_digest,
+    plain,
+    resolved_config,
+)
 from kvferry.models.digest_cache import DigestCache, FileState
 
 WEIGHTS = bytes(range(256)) * 4096
@@ -24,9 +30,8 @@ CONFIG = {"hidden_size": 64}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where digests are kept; of files changed just now too, as tests do not wait."""
+    """The cache of digests."""
     monkeypatch.setenv("KVFERRY_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(digest_cache, "SETTLED_S", 0.0)
     return tmp_path / "cache" / "checkpoints.json"
 
 
@@ -40,8 +45,12 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def name_of(folder: Path) -> str:
-    return checkpoint_name(folder, config=CONFIG, dtype="float32")
+READER = DigestReader(settled_s=0.0)
+"""Caches digests of files that have just changed too."""
+
+
+def name_of(folder: Path, reader: DigestReader = READER) -> str:
+    return checkpoint_name(folder, config=CONFIG, dtype="float32", reader=reader)
 
 
 def change_byte(path: Path) -> None:
@@ -52,17 +61,16 @@ def change_byte(path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-@pytest.fixture
-def num_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files that were read."""
-    read, paths = checkpoint._digest, []
+class Reads:
+    """A reader of digests, and the files that it has read. `settled_s`: of the reader."""
 
-    def reading(path: Path, count: Callable[[int], None]) -> str:
-        paths.append(path)
-        return read(path, count)
+    def __init__(self, settled_s: float = 0.0) -> None:
+        self.paths: list[Path] = []
+        self.reader = DigestReader(settled_s=settled_s, digest=self._digest)
 
-    monkeypatch.setattr(checkpoint, "_digest", reading)
-    return paths
+    def _digest(self, path: Path, on_read: Callable[[int], None]) -> str:
+        self.paths.append(path)
+        return file_digest(path, on_read)
 
 
 def test_a_copy_has_the_same_name(folder: Path, tmp_path: Path) -> None:
@@ -99,10 +107,11 @@ def test_one_bit_of_any_file_makes_another_name(folder: Path, name: str) -> None
     assert name_of(folder) != before
 
 
-def test_a_folder_within_itself_is_read_once(folder: Path, num_reads: list[Path]) -> None:
+def test_a_folder_within_itself_is_read_once(folder: Path) -> None:
+    reads = Reads()
     (folder / "again").symlink_to(folder)
-    name_of(folder)
-    assert len(num_reads) == 2
+    name_of(folder, reads.reader)
+    assert len(reads.paths) == 2
 
 
 def test_the_configuration_and_how_it_is_run_are_part_of_it(folder: Path) -> None:
@@ -139,12 +148,12 @@ class _Code:
         return self._settings
 
 
-def test_code_of_another_repository_counts_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_another_repository_counts_by_its_commit() -> None:
     found = []
     for commit in ("one", "two"):
-        monkeypatch.setattr(_Code, "__module__", f"transformers_modules.repository.{commit}.configuration")
-        found += [resolved_config(_Code(auto_map={"AutoConfig": "repository--configuration.Code"}))]
-        found += [resolved_config(_Code(auto_map={"AutoConfig": "configuration.Code"}))]
+        code = type("_Code", (_Code,), {"__module__": f"transformers_modules.repository.{commit}.configuration"})
+        found += [resolved_config(code(auto_map={"AutoConfig": "repository--configuration.Code"}))]
+        found += [resolved_config(code(auto_map={"AutoConfig": "configuration.Code"}))]
     assert found[0] != found[2]
     assert found[1] == found[3]
 
@@ -156,11 +165,12 @@ def test_values_have_one_form() -> None:
             plain({"a": value})
 
 
-def test_files_are_read_once(folder: Path, cache: Path, num_reads: list[Path]) -> None:
-    before = name_of(folder)
-    assert len(num_reads) == 2
-    assert name_of(folder) == before
-    assert len(num_reads) == 2
+def test_files_are_read_once(folder: Path, cache: Path) -> None:
+    reads = Reads()
+    before = name_of(folder, reads.reader)
+    assert len(reads.paths) == 2
+    assert name_of(folder, reads.reader) == before
+    assert len(reads.paths) == 2
     assert cache.stat().st_mode & 0o777 == 0o600
 
 
@@ -184,21 +194,20 @@ def test_a_file_that_changed_is_read_again(folder: Path, way: str, tmp_path: Pat
     assert name_of(folder) != before
 
 
-def test_a_file_changed_just_now_is_not_trusted_to_stay(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, num_reads: list[Path]
-) -> None:
-    monkeypatch.setattr(digest_cache, "SETTLED_S", 3600.0)
-    assert name_of(folder) == name_of(folder)
-    assert len(num_reads) == 4
+def test_a_file_changed_just_now_is_not_trusted_to_stay(folder: Path) -> None:
+    reads = Reads(settled_s=3600.0)
+    assert name_of(folder, reads.reader) == name_of(folder, reads.reader)
+    assert len(reads.paths) == 4
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"a": 1}', b'{"/x": [[1, 2], "d"]}', b"\xff\x00", b'{"\xff": 1}'])
-def test_a_damaged_cache_is_made_anew(folder: Path, cache: Path, num_reads: list[Path], content: bytes) -> None:
-    before = name_of(folder)
+def test_a_damaged_cache_is_made_anew(folder: Path, cache: Path, content: bytes) -> None:
+    reads = Reads()
+    before = name_of(folder, reads.reader)
     cache.write_bytes(content)
-    assert name_of(folder) == before
-    assert name_of(folder) == before
-    assert len(num_reads) == 4
+    assert name_of(folder, reads.reader) == before
+    assert name_of(folder, reads.reader) == before
+    assert len(reads.paths) == 4
 
 
 def test_what_is_wrong_with_the_cache_is_said_by_the_supervisor_alone(
@@ -239,29 +248,27 @@ def test_the_cache_is_bounded(folder: Path, cache: Path) -> None:
         path.write_bytes(WEIGHTS)
         states.append(FileState.of(path))
     for state in states:
-        DigestCache(max_files=3).store({state: "digest"})
+        DigestCache(max_files=3).store({state: "digest"}, settled_s=0.0)
     assert list(json.loads(cache.read_text())) == [state.path for state in states[1:]]
 
 
-def test_progress_is_told_where_reading_takes_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_told_where_reading_takes_time(folder: Path) -> None:
     """These files are read when it was told of twice, and not before."""
-    monkeypatch.setattr(checkpoint, "FIRST_REPORT_S", 0.0)
-    monkeypatch.setattr(checkpoint, "REPORT_EVERY_S", 0.0)
-    read, go_on = checkpoint._digest, threading.Event()
-    told: list[tuple[int, int]] = []
+    go_on = threading.Event()
+    reports: list[tuple[int, int]] = []
 
-    def reading(path: Path, count: Callable[[int], None]) -> str:
+    def digest(path: Path, on_read: Callable[[int], None]) -> str:
         assert go_on.wait(20)
-        return read(path, count)
+        return file_digest(path, on_read)
 
-    def tell(done: int, total: int) -> None:
-        told.append((done, total))
-        if len(told) == 2:
+    def report(done: int, total: int) -> None:
+        reports.append((done, total))
+        if len(reports) == 2:
             go_on.set()
 
-    monkeypatch.setattr(checkpoint, "_digest", reading)
-    checkpoint_name(folder, config=CONFIG, dtype="float32", on_progress=tell)
-    assert told[:2] == [(0, 2 * len(WEIGHTS))] * 2
+    reader = DigestReader(first_report_s=0.0, report_interval_s=0.0, digest=digest)
+    checkpoint_name(folder, config=CONFIG, dtype="float32", on_progress=report, reader=reader)
+    assert reports[:2] == [(0, 2 * len(WEIGHTS))] * 2
 
 
 def test_several_processes_at_once(folder: Path, tmp_path: Path) -> None:
@@ -316,27 +323,24 @@ def test_what_changed_since_it_was_loaded_has_no_name(folder: Path, change: Call
         checkpoint_name(folder, config=CONFIG, dtype="float32", before=before)
 
 
-def test_what_changes_while_it_is_read_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = checkpoint._digest
-
-    def changing(path: Path, count: Callable[[int], None]) -> str:
-        digest = read(path, count)
+def test_what_changes_while_it_is_read_has_no_name(folder: Path) -> None:
+    def digest(path: Path, on_read: Callable[[int], None]) -> str:
+        read = file_digest(path, on_read)
         overwrite(folder)
-        return digest
+        return read
 
-    monkeypatch.setattr(checkpoint, "_digest", changing)
     with pytest.raises(ConfigError, match="changed while the model was loaded"):
-        name_of(folder)
+        name_of(folder, DigestReader(settled_s=0.0, digest=digest))
 
 
-def test_files_whose_times_an_image_gave_them_are_always_read(folder: Path, cache: Path, num_reads: list[Path]) -> None:
+def test_files_whose_times_an_image_gave_them_are_always_read(folder: Path, cache: Path) -> None:
     """Two images made with fixed times, one mounted after the other: path, device, inode, size and times are equal."""
     state = FileState.of(folder / "model-1.safetensors")
-    of_an_image = state._replace(modified_ns=10**18, changed_ns=10**18)
+    of_an_image = FileState(*state[:4], modified_ns=10**18, changed_ns=10**18)
     one = DigestCache()
-    one.store({of_an_image: "digest"})
+    one.store({of_an_image: "digest"}, settled_s=0.0)
     assert not cache.exists()
-    one.store({state: "digest"})
+    one.store({state: "digest"}, settled_s=0.0)
     assert DigestCache().find_all([state]) == {state: "digest"}
     entries = json.loads(cache.read_bytes())
     entries[state.path][0] = list(of_an_image[1:])
@@ -347,6 +351,6 @@ def test_files_whose_times_an_image_gave_them_are_always_read(folder: Path, cach
 def test_other_content_with_equal_times_is_seen_by_samples(folder: Path, cache: Path) -> None:
     path = folder / "model-1.safetensors"
     state = FileState.of(path)
-    DigestCache().store({state: "digest"})
+    DigestCache().store({state: "digest"}, settled_s=0.0)
     path.write_bytes(bytes(len(WEIGHTS)))
     assert DigestCache().find_all([state]) == {}

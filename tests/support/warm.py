@@ -92,7 +92,7 @@ def run_command(arguments: Sequence[str], environment: Mapping[str, str], log: P
 
 
 def run_rank(rank: int, pipe: int, auth_token: str) -> Forked:
-    """In place of `rank_process._start`."""
+    """A `StartProcess`."""
     return Forked(_run_rank, pipe, {**os.environ, "OMP_NUM_THREADS": "1", "KVFERRY_AUTH_TOKEN": auth_token})
 
 

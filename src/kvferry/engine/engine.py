@@ -8,6 +8,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore
 from kvferry.engine.executor.build import build_executor
+from kvferry.engine.executor.rank_options import RankOptions
 from kvferry.engine.kv_events import BlockEvents
 from kvferry.engine.model.loader import Progress
 from kvferry.kv_events.publisher import KVEventPublisher
@@ -24,6 +25,7 @@ class Engine(EngineCore):
         auth_token: str = "",
         clock: Clock | None = None,
         on_progress: Progress = lambda what, share: None,
+        ranks: RankOptions | None = None,
     ) -> None:
         """Load everything; may take long. Raises `ConfigError` or `UnsupportedModel`."""
         clock = clock or SYSTEM_CLOCK
@@ -32,7 +34,7 @@ class Engine(EngineCore):
             find_connector(transfer).check_here(transfer, has_token=bool(auth_token))
         events = _publish_events(config, clock)
         try:
-            executor = build_executor(config, transfer, auth_token, on_progress)
+            executor = build_executor(config, transfer, auth_token, on_progress, ranks)
         except BaseException:
             if events is not None:
                 events.close()

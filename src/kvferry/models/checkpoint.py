@@ -25,11 +25,10 @@ import xxhash
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.runtime.threads import ThreadPool
-from kvferry.models.digest_cache import DigestCache, FileState
+from kvferry.models.digest_cache import SETTLED_S, DigestCache, FileState
 
 CHUNK_BYTES = 8 * 2**20
 NUM_THREADS = 4
-FIRST_REPORT_S, REPORT_EVERY_S = 1.0, 2.0
 
 HARMLESS_FILES = (
     *("config.json", "params.json"),  # the configuration counts as the engine has resolved it
@@ -69,25 +68,35 @@ def checkpoint_name(
     weights: str = "",
     before: CheckpointFiles | None = None,
     on_progress: ReadProgress = ignore,
+    reader: DigestReader | None = None,
 ) -> str:
     """32 hexadecimal digits for a checkpoint run in `dtype` ("float32").
 
     `model`: a folder, a file, or an id on the hub, at `revision`. `config`: the model's configuration as the
     engine has resolved it (`resolved_config`). `changes`: other settings of the engine that its KV depends on.
     `weights`: a name for the weights, which are then not read. `before`: the files before the weights were loaded.
+    `reader`: reads the weights' files, `DigestReader()` by default.
 
     Raises `OSError` if a file cannot be read, and `ConfigError` if neither files on this machine nor a commit on the
     hub identify the weights, or if files have changed since `before` or while they were read.
     """
-    facts = [dtype, plain(config), plain(changes or {}), weights or _weights(str(model), revision, before, on_progress)]
+    if not weights:
+        weights = _weights(str(model), revision, before, reader or DigestReader(), on_progress)
+    facts = [dtype, plain(config), plain(changes or {}), weights]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _weights(model: str, revision: str | None, before: CheckpointFiles | None, on_progress: ReadProgress) -> Any:
+def _weights(
+    model: str,
+    revision: str | None,
+    before: CheckpointFiles | None,
+    reader: DigestReader,
+    on_progress: ReadProgress,
+) -> Any:
     files = CheckpointFiles.of(model, revision)
     if before is not None:
         before.require_same(files)
-    digests = digests_of(files.states, on_progress)
+    digests = reader.digests_of(files.states, on_progress)
     if any(name.endswith(WEIGHT_SUFFIXES) for name, _ in digests):
         files.require_same(CheckpointFiles.of(model, revision))
         return digests
@@ -201,17 +210,51 @@ def file_states(root: Path) -> dict[str, FileState]:
     return {name: FileState.of(path) for name, path in _files(root)}
 
 
-def digests_of(states: Mapping[str, FileState], on_progress: ReadProgress = ignore) -> list[tuple[str, str]]:
-    """The digest of each of these files, known from before or read now. Raises `OSError`."""
-    digests = DigestCache().find_all(states.values())
-    if any(state not in digests for state in states.values()):
-        with DigestCache.locked() as cache:  # all ranks of an instance reach this at the same time
-            digests |= cache.find_all(states.values())
-            missing = list({state for state in states.values() if state not in digests})
-            new_digests = dict(zip(missing, _read_all(missing, on_progress), strict=True))
-            cache.store(new_digests)
-            digests |= new_digests
-    return [(name, digests[state]) for name, state in sorted(states.items())]
+def file_digest(path: Path, on_read: Callable[[int], None]) -> str:
+    """Digest of a file's content. `on_read`: called with the number of bytes of each chunk. Raises `OSError`."""
+    hasher, buffer = xxhash.xxh3_128(), bytearray(CHUNK_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while num_read := file.readinto(buffer):
+            hasher.update(view[:num_read])
+            on_read(num_read)
+    digest: str = hasher.hexdigest()
+    return digest
+
+
+@dataclass(frozen=True)
+class DigestReader:
+    """Finds digests of files in the user's cache, and reads the other files."""
+
+    first_report_s: float = 1.0
+    report_interval_s: float = 2.0
+    """Seconds until the first report of progress, and between two."""
+    settled_s: float = SETTLED_S
+    """A digest is cached only if its file has not changed for more than these seconds."""
+    digest: Callable[[Path, Callable[[int], None]], str] = file_digest
+
+    def digests_of(self, states: Mapping[str, FileState], on_progress: ReadProgress = ignore) -> list[tuple[str, str]]:
+        """(name, digest) of each of these files, by name. Raises `OSError`."""
+        digests = DigestCache().find_all(states.values())
+        if any(state not in digests for state in states.values()):
+            with DigestCache.locked() as cache:  # all ranks of an instance reach this at the same time
+                digests |= cache.find_all(states.values())
+                missing = list({state for state in states.values() if state not in digests})
+                new_digests = dict(zip(missing, self._read_all(missing, on_progress), strict=True))
+                cache.store(new_digests, self.settled_s)
+                digests |= new_digests
+        return [(name, digests[state]) for name, state in sorted(states.items())]
+
+    def _read_all(self, states: Sequence[FileState], on_progress: ReadProgress) -> list[str]:
+        counted: list[int] = []
+        num_bytes = sum(state.size for state in states)
+        with ThreadPool(NUM_THREADS, name="kvferry-digest") as pool:
+            reads = [pool.submit(self.digest, Path(state.path), counted.append) for state in states]
+            timeout_s = self.first_report_s
+            while wait(reads, timeout_s).not_done:
+                on_progress(sum(counted), num_bytes)
+                timeout_s = self.report_interval_s
+            return [read.result() for read in reads]
 
 
 def _files(root: Path) -> Iterator[tuple[str, Path]]:
@@ -228,26 +271,3 @@ def _files(root: Path) -> Iterator[tuple[str, Path]]:
             path = Path(folder, name)
             if not any(fnmatch(name, pattern) for pattern in HARMLESS_FILES) and path.is_file():
                 yield str(path.relative_to(root)), path
-
-
-def _read_all(states: Sequence[FileState], on_progress: ReadProgress) -> list[str]:
-    counted: list[int] = []
-    num_bytes = sum(state.size for state in states)
-    with ThreadPool(NUM_THREADS, name="kvferry-digest") as pool:
-        reads = [pool.submit(_digest, Path(state.path), counted.append) for state in states]
-        timeout_s = FIRST_REPORT_S
-        while wait(reads, timeout_s).not_done:
-            on_progress(sum(counted), num_bytes)
-            timeout_s = REPORT_EVERY_S
-        return [read.result() for read in reads]
-
-
-def _digest(path: Path, count: Callable[[int], None]) -> str:
-    hasher, buffer = xxhash.xxh3_128(), bytearray(CHUNK_BYTES)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while num_read := file.readinto(buffer):
-            hasher.update(view[:num_read])
-            count(num_read)
-    digest: str = hasher.hexdigest()
-    return digest

@@ -75,11 +75,11 @@ class FileState(NamedTuple):
         digest: str = hasher.hexdigest()
         return digest
 
-    def is_settled(self) -> bool:
-        """True if the file is still in this state, and has been for so long that a change would show in its times."""
+    def is_settled(self, settled_s: float) -> bool:
+        """True if the file is still in this state, and has been for more than `settled_s` seconds."""
         try:
             age_ns = SYSTEM_CLOCK.wall() * 1e9 - max(self.modified_ns, self.changed_ns)
-            return age_ns > SETTLED_S * 1e9 and FileState.of(Path(self.path)) == self
+            return age_ns > settled_s * 1e9 and FileState.of(Path(self.path)) == self
         except OSError:
             return False
 
@@ -118,12 +118,13 @@ class DigestCache:
         entries = {state: self._known.get(state.path) for state in states}
         return {state: entry.digest for state, entry in entries.items() if entry is not None and entry.matches(state)}
 
-    def store(self, digests: Mapping[FileState, str]) -> None:
-        """Store digests, except for files that changed while they were read, or whose times are not reliable."""
+    def store(self, digests: Mapping[FileState, str], settled_s: float = SETTLED_S) -> None:
+        """Store digests, except for files that changed while they were read or less than `settled_s` seconds ago, or
+        whose times are not reliable."""
         new_entries = dict[str, _Entry]()
         for state, digest in digests.items():
             with suppress(OSError):
-                if state.has_fine_times and state.is_settled():
+                if state.has_fine_times and state.is_settled(settled_s):
                     new_entries[state.path] = _Entry(state[1:], state.sample(), digest)
         if self._path is None or not new_entries:
             return

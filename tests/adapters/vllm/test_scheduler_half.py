@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +20,19 @@ LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", block_size=BLOCK_SIZE,
 
 
 class Side:
-    """A scheduler side that plans what the test says, and notes the loads that it is told of."""
+    """A scheduler side that matches and plans what the test says, and records its allocations."""
 
     def __init__(self) -> None:
+        self.hit = Hit(0)
         self.next_plan: str | None = None
         self.waits = False
         self.allocations: list[tuple[Any, ...]] = []
+
+    def arrived(self, view: object) -> None:
+        pass
+
+    def match(self, view: object, num_computed_tokens: int) -> Hit:
+        return self.hit
 
     def plan(self, step: object) -> str | None:
         plan, self.next_plan = self.next_plan, None
@@ -66,16 +73,21 @@ def idle() -> Idle:
     return Idle()
 
 
-@pytest.fixture
-def half(side: Side, idle: Idle) -> Any:
+def make_half(side: Side, windows: Sequence[int | None] = (None,), **settings: Any) -> Any:
+    """`windows`: of the KV cache groups."""
     from kvferry.adapters.vllm.identity.salts import Salts
     from kvferry.adapters.vllm.parts import Partition
     from kvferry.adapters.vllm.pins import Pins
     from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
 
-    settings: Any = SimpleNamespace(options=SimpleNamespace(hand_off=True))
-    partition = Partition([None, 16], BLOCK_SIZE)
-    return SchedulerHalf(settings, side, LAYOUT, partition, Pins(None), Salts(), idle=idle)  # type: ignore[arg-type]
+    options: Any = SimpleNamespace(options=SimpleNamespace(hand_off=True))
+    partition = Partition(windows, BLOCK_SIZE)
+    return SchedulerHalf(options, side, LAYOUT, partition, Pins(None), Salts(), **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def half(side: Side, idle: Idle) -> Any:
+    return make_half(side, idle=idle)
 
 
 def step(num_tokens: int = 0) -> Any:
@@ -88,22 +100,16 @@ def step(num_tokens: int = 0) -> Any:
     )
 
 
-def add_request(half: Any, hit: Hit, block_ids: list[int]) -> Any:
-    """One that `match` has answered with `hit`, of one part with these blocks."""
-    from kvferry.adapters.vllm.scheduler_half import _RequestState
+def add_request(half: Any, hit: Hit, request_id: str = "r") -> Any:
+    """A request of 20 tokens for which the side has matched `hit`."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
 
-    view = SimpleNamespace(
-        request_id="r",
-        refused=False,
-        failed=False,
-        is_logged=False,
-        last_match=(0, hit),
-        salt_error=None,
-        check_adapter=lambda: None,
-    )
-    part = SimpleNamespace(blocks=lambda ids: block_ids, position=lambda tokens: tokens, view="shown")
-    half._requests["r"] = _RequestState(view, [part])
-    return view
+    request = Request(request_id, list(range(20)), SamplingParams(max_tokens=1), None)
+    half.add(request)
+    half.side.hit = hit
+    half.match(request, 0)
+    return request
 
 
 def test_the_loop_may_sleep_only_in_steps_without_work(half: Any, side: Side, idle: Idle) -> None:
@@ -114,45 +120,47 @@ def test_the_loop_may_sleep_only_in_steps_without_work(half: Any, side: Side, id
     side.waits = True
     half.plan(step())
     side.waits = False
-    add_request(half, Hit(0), [])
+    request = add_request(half, Hit(0))
     half.plan(step())
-    del half._requests["r"]
+    half.finish(request, [[]])
     half.plan(step())
     assert idle.steps == [False, True, True, True, True, False]
 
 
 def test_steps_last_longer_only_while_all_requests_load(half: Any, idle: Idle) -> None:
     assert half.plan(step()).wait_s == 0
-    add_request(half, Hit(16), [4, 5])
+    request = add_request(half, Hit(16))
     assert half.plan(step()).wait_s == 0
-    half.allocated(SimpleNamespace(request_id="r"), [[4, 5]], 16)
+    half.allocated(request, [[4, 5, 6]], 16)
     assert half.plan(step()).wait_s == idle.max_s
     assert half.plan(step(num_tokens=1)).wait_s == 0
-    half._requests["another"] = replace(half._requests["r"], waits_for=None)
+    another = add_request(half, Hit(0), "another")
     assert half.plan(step()).wait_s == 0
-    del half._requests["another"]
+    half.finish(another, [[]])
     assert half.plan(step()).wait_s == idle.max_s
     report(half, Loaded("r#0"))
+    assert half.plan(step()).wait_s == idle.max_s
     report(half, Loaded("r"))
     assert half.plan(step()).wait_s == 0
 
 
 def test_a_load_goes_into_the_blocks_that_vllm_has_reserved(half: Any, side: Side) -> None:
-    add_request(half, hit := Hit(16), [4, 5])
-    half.allocated(SimpleNamespace(request_id="r"), [[4, 5]], 16)
-    assert side.allocations == [("shown", [4, 5], 0, hit)]
-    assert half.plan(step()).loads == {"r": [4, 5]}
+    request = add_request(half, hit := Hit(16))
+    half.allocated(request, [[4, 5, 6]], 16)
+    [(view, *allocation)] = side.allocations
+    assert (view.request_id, allocation) == ("r", [[4, 5, 6], 0, hit])
+    assert half.plan(step()).loads == {"r": [4, 5, 6]}
 
 
 def test_a_load_without_a_block_is_refused_and_nobody_writes(half: Any, side: Side) -> None:
     """Block 0 is vLLM's null block, which all requests share."""
-    view = add_request(half, Hit(16), [0, 5])
-    half.allocated(SimpleNamespace(request_id="r"), [[0, 5]], 16)
+    request = add_request(half, Hit(16))
+    half.allocated(request, [[0, 5, 6]], 16)
     assert side.allocations == []
     metadata = half.plan(step())
     assert metadata.refused == {"r"}
     assert not metadata.loads
-    assert view.failed
+    assert half.match(request, 0) == (0, False), "vLLM computes it"
     assert half.num_failures == {"TransferError": 1}
 
 
@@ -164,24 +172,11 @@ def test_a_load_without_a_block_is_refused_and_nobody_writes(half: Any, side: Si
 def test_a_request_waits_for_its_load_where_others_would_keep_what_is_computed_without_it(
     side: Side, is_alone: bool, windows: list[int | None], waits: bool
 ) -> None:
-    from kvferry.adapters.vllm.identity.salts import Salts
-    from kvferry.adapters.vllm.parts import Partition
-    from kvferry.adapters.vllm.pins import Pins
-    from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
-
-    settings: Any = SimpleNamespace(options=SimpleNamespace(hand_off=True))
-    half = SchedulerHalf(
-        settings,
-        side,  # type: ignore[arg-type]
-        LAYOUT,
-        Partition(windows, BLOCK_SIZE),
-        Pins(None),
-        Salts(),
-        is_alone=is_alone,
-    )
-    view = SimpleNamespace(request=SimpleNamespace(num_tokens=20))
-    assert half._hit_answer(view, Hit(16, layerwise=True), 0) == (16, waits)  # type: ignore[arg-type]
-    assert view.last_match[1].layerwise is not waits
+    half = make_half(side, windows, is_alone=is_alone)
+    request = add_request(half, Hit(16, layerwise=True))
+    assert half.match(request, 0) == (16, waits)
+    half.allocated(request, [[4, 5, 6], [7, 8, 9]][: len(windows)], 16)
+    assert {hit.layerwise for *_, hit in side.allocations} == {not waits}
 
 
 def report(half: Any, *events: TransferEvent) -> None:
@@ -192,32 +187,33 @@ def report(half: Any, *events: TransferEvent) -> None:
 
 @pytest.mark.parametrize("event", [Loaded("r"), Failed("r", PeerLost("gone"))], ids=["loaded", "failed"])
 def test_a_load_that_ended_is_not_taken_for_one_that_was_given_up(half: Any, event: TransferEvent) -> None:
-    add_request(half, Hit(16), [4, 5])
-    half.allocated(request := SimpleNamespace(request_id="r"), [[4, 5]], 16)
+    request = add_request(half, Hit(16))
+    half.allocated(request, [[4, 5, 6]], 16)
     half.plan(step())
     report(half, event)
     assert half.plan(step()).forgotten == {"r"}
-    assert half.finish(request, [[4, 5]])[0]
+    assert half.finish(request, [[4, 5, 6]])[0]
     assert not half.has_work()
     half.check()
 
 
 def test_a_load_after_another_of_the_same_request_is_not_forgotten(half: Any) -> None:
-    view = add_request(half, Hit(16), [4, 5])
-    half.allocated(request := SimpleNamespace(request_id="r"), [[4, 5]], 16)
+    request = add_request(half, Hit(16))
+    half.allocated(request, [[4, 5, 6]], 16)
     half.plan(step())
     report(half, Loaded("r", 8))
-    view.last_match = (8, Hit(8))
-    half.allocated(request, [[4, 5]], 8)
+    half.side.hit = Hit(8)
+    half.match(request, 8)
+    half.allocated(request, [[4, 5, 6]], 8)
     metadata = half.plan(step())
-    assert (metadata.loads, metadata.forgotten) == ({"r": [4, 5]}, set())
+    assert (metadata.loads, metadata.forgotten) == ({"r": [4, 5, 6]}, set())
 
 
 def test_a_load_given_up_is_waited_for(half: Any) -> None:
-    add_request(half, Hit(16), [4, 5])
-    half.allocated(request := SimpleNamespace(request_id="r"), [[4, 5]], 16)
+    request = add_request(half, Hit(16))
+    half.allocated(request, [[4, 5, 6]], 16)
     half.plan(step())
-    assert half.finish(request, [[4, 5]])[0]
+    assert half.finish(request, [[4, 5, 6]])[0]
     report(half, Loaded("r"))
     assert not half.plan(step()).forgotten
     assert half.has_work()

@@ -6,7 +6,7 @@ come to where it was written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +35,10 @@ class Recorder(ServesPeers[Any], ByLayers):
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.report: TransferReport = []
+        self.wake: Callable[[], None] = lambda: None
+
+    def on_report(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
 
     def poll(self) -> TransferReport:
         report, self.report = self.report, []
@@ -57,9 +61,7 @@ class Recorder(ServesPeers[Any], ByLayers):
 
 
 class LateRecorder(Recorder):
-    """Has something to report whenever it has just said that it has not; `half` is woken."""
-
-    half: Any
+    """Has something to report whenever it has just said that it has not, and wakes the half."""
 
     def __init__(self, *reports: TransferReport) -> None:
         super().__init__()
@@ -69,7 +71,7 @@ class LateRecorder(Recorder):
         found = super().poll()
         if self.reports:
             self.report = self.reports.pop(0)
-            self.half._has_report.set()
+            self.wake()
         return found
 
 
@@ -97,14 +99,13 @@ def make_half(
     on_gpu: bool = False,
     groups: Sequence[tuple[str, ...]] = (("a", "b"),),
 ) -> Any:
+    from kvferry.adapters.vllm.kv_cache.device import CpuDevice
     from kvferry.adapters.vllm.kv_cache.layout import GroupShape, KVCacheShape
     from kvferry.adapters.vllm.worker_half import WorkerHalf
 
     shape = KVCacheShape(tuple(GroupShape(names, (), 4) for names in groups))
     half: Any = WorkerHalf(SimpleNamespace(), shape, 0)  # type: ignore[arg-type]
-    half.side = side
-    if on_gpu:
-        half._device = FakeStream(side)
+    half.attach(side, FakeStream(side) if on_gpu else CpuDevice())
     return half
 
 
@@ -256,14 +257,14 @@ LONG_S = 600.0
 def test_a_step_in_which_vllm_waits_for_loads_lasts_until_one_has_ended() -> None:
     """What vLLM is not told, as P's first token, does not end it."""
     side = LateRecorder([PREFILLED], [Loaded("r")], [Loaded("s")])
-    side.half = half = make_half(side)
+    half = make_half(side)
     assert run(half, step(loads={"r": [5], "s": [6]}, computes=False, wait_s=LONG_S)).finished_recving == {"r"}
     assert run(half, step(computes=False, wait_s=LONG_S)).finished_recving == {"s"}
 
 
 def test_other_steps_do_not_wait_for_loads() -> None:
     side = LateRecorder([Loaded("r")])
-    side.half = half = make_half(side)
+    half = make_half(side)
     assert not run(half, step(loads={"r": [5]})).finished_recving
     assert run(half, step()).finished_recving == {"r"}
 

@@ -55,15 +55,17 @@ def test_ranks_come_and_both_sides_talk(listener: RankListener, in_thread: Threa
         one.pipe.close()
 
 
-def test_strangers_keep_nobody_out(
-    listener: RankListener, in_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class BriefListener(RankListener):
+    handshake_s = 2.0
+
+
+def test_strangers_keep_nobody_out(in_thread: ThreadPoolExecutor) -> None:
     """Some say nothing, some say nonsense, and one has another token; the rank comes in after the silent ones' time."""
-    monkeypatch.setattr(link, "HANDSHAKE_S", 2.0)
-    ours = gathering(in_thread, listener)
-    where = listener.address.split(":")
     with ExitStack() as strangers:
-        for number in range(link.RankListener.max_handshakes + 4):
+        listener = strangers.enter_context(closing(BriefListener(f"127.0.0.1:{free_port()}", TOKEN)))
+        where = listener.address.split(":")
+        ours = gathering(in_thread, listener)
+        for number in range(listener.max_handshakes + 4):
             one = strangers.enter_context(socket.create_connection((where[0], int(where[1]))))
             one.sendall(b"" if number % 2 else b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises(ConfigError, match="it refuses this rank: it does not hold the same KVFERRY_AUTH_TOKEN"):

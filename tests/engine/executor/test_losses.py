@@ -7,17 +7,15 @@ import threading
 import pytest
 
 from kvferry.core.errors import ConfigError, RankLost
-from kvferry.engine.executor import rank_process
 from kvferry.engine.executor.rank_process import CONSEQUENCE, Losses
 
 
-@pytest.fixture(autouse=True)
-def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_process.Losses, "cause_s", 0.5)
+class BriefLosses(Losses):
+    cause_s = 0.5
 
 
 def test_a_cause_that_becomes_known_later_is_told_before_its_consequence() -> None:
-    losses = Losses()
+    losses = BriefLosses()
     losses.require_none()
     losses.add(CONSEQUENCE, RankLost("rank 2 failed: connection closed by peer"))
     threading.Timer(0.05, lambda: losses.add(0, RankLost("rank 1 was ended by SIGKILL"))).start()
@@ -26,7 +24,7 @@ def test_a_cause_that_becomes_known_later_is_told_before_its_consequence() -> No
 
 
 def test_without_a_cause_the_first_consequence_is_told() -> None:
-    losses = Losses()
+    losses = BriefLosses()
     losses.add(CONSEQUENCE + 1, RankLost("rank 1 ended with exit code 1"))
     losses.add(CONSEQUENCE, RankLost("rank 1 failed: out of memory"))
     with pytest.raises(RankLost, match="out of memory"):
@@ -34,7 +32,7 @@ def test_without_a_cause_the_first_consequence_is_told() -> None:
 
 
 def test_what_broke_here_is_explained_by_a_loss_that_follows() -> None:
-    losses = Losses()
+    losses = BriefLosses()
     threading.Timer(0.05, lambda: losses.add(1, ConfigError("--block-size is wrong"))).start()
     with pytest.raises(ConfigError, match="--block-size") as caught:
         losses.raise_cause(error=RuntimeError("Connection reset by peer"))
@@ -42,13 +40,13 @@ def test_what_broke_here_is_explained_by_a_loss_that_follows() -> None:
 
 
 def test_an_error_of_rank_0_alone_stays_its_own() -> None:
-    Losses().raise_cause(error=ValueError("a defect"))
+    BriefLosses().raise_cause(error=ValueError("a defect"))
     with pytest.raises(RankLost, match="did not take part in time"):
-        Losses().raise_cause(error=RuntimeError("Timed out waiting 1000ms for recv"))
+        BriefLosses().raise_cause(error=RuntimeError("Timed out waiting 1000ms for recv"))
 
 
 def test_everyone_who_waits_is_told() -> None:
-    losses, told = Losses(), threading.Event()
+    losses, told = BriefLosses(), threading.Event()
     losses.on_loss = told.set
     losses.add(0, RankLost("gone"))
     assert told.is_set()

@@ -17,7 +17,6 @@ from kvferry.core.messages.hand_off import PrefillResult, Ticket, TokenLogprobs
 from kvferry.core.messages.wire import Pipe
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.executor import messages
 from kvferry.engine.executor.messages import (
     Check,
     Close,
@@ -118,10 +117,9 @@ def test_what_is_no_message_is_refused() -> None:
     pipe.close()
 
 
-def test_nobody_waits_for_ever_for_one_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "SEND_S", 1)
+def test_nobody_waits_for_ever_for_one_who_does_not_read() -> None:
     ours, theirs = socket.socketpair()
-    pipe = rank_end(ours.detach())
+    pipe = rank_end(ours.detach(), send_s=1)
     start = time.monotonic()
     with pytest.raises(PeerLost):
         pipe.send(Done(os.urandom(16 * 2**20), 0))

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.engine.executor.link import Link
 from kvferry.engine.executor.messages import Check, Ping, Pong, Proceed
-from kvferry.engine.executor.rank_main import RankProcessMain, _Woken
+from kvferry.engine.executor.rank_main import Inbox, _Woken
 
 
 @pytest.mark.parametrize(("answer", "may_proceed"), [(Proceed(), True), (Check(), False)])
@@ -19,19 +18,19 @@ def test_a_transfer_that_moves_on_while_a_failed_rank_waits_is_asked_for_afterwa
 ) -> None:
     commands: SimpleQueue[Any] = SimpleQueue()
     pipe: Any = SimpleNamespace(receive=commands.get)
-    main = RankProcessMain(Link(pipe, "rank 0", "127.0.0.1"), "")
-    main._inbox.wake()
+    inbox = Inbox(pipe)
+    inbox.wake()
     commands.put(answer)
-    assert main._may_proceed(5) is may_proceed
-    assert isinstance(main._inbox.take(5), _Woken)
+    assert inbox.wait_for_proceed(5) is may_proceed
+    assert isinstance(inbox.take(5), _Woken)
 
 
 def test_a_rank_says_that_it_runs_also_while_it_carries_out_a_command() -> None:
     said: SimpleQueue[Any] = SimpleQueue()
     told: SimpleQueue[Any] = SimpleQueue()
     pipe: Any = SimpleNamespace(receive=told.get, send=said.put)
-    main = RankProcessMain(Link(pipe, "rank 0", "127.0.0.1"), "")  # nobody takes what it is told
+    inbox = Inbox(pipe)  # nobody takes what it is told
     told.put(Check())
     told.put(Ping())
     assert said.get(timeout=10) == Pong()
-    assert main._inbox.take(10) == Check()
+    assert inbox.take(10) == Check()

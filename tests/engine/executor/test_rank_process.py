@@ -16,7 +16,6 @@ import torch
 
 from kvferry.core.errors import RankLost
 from kvferry.core.messages.wire import Pipe
-from kvferry.engine.executor import rank_process
 from kvferry.engine.executor.messages import Check, Checked, Close, Done, Proceed, RankStep, Statistics, rank_end
 from kvferry.engine.executor.rank_process import Losses, RankProcess, start_rank
 from kvferry.engine.executor.store import StoreTable
@@ -24,8 +23,25 @@ from kvferry.engine.executor.store import StoreTable
 STEP = RankStep(None, [], 0, 0)
 
 
+class Held(SimpleQueue[Any]):
+    """Its producer gets no further, once an answer is there, before the engine has begun the next step."""
+
+    def __init__(self) -> None:
+        self.has_begun_step = threading.Event()
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item)
+        self.has_begun_step.wait(10)
+
+
 @pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankProcess, Pipe]]:
+def answers() -> SimpleQueue[Any] | None:
+    """The queue of the rank's answers; None: its own."""
+    return None
+
+
+@pytest.fixture
+def rank(answers: SimpleQueue[Any] | None) -> Iterator[tuple[RankProcess, Pipe]]:
     """As rank 0 sees it, and its end of the pipe."""
     ends: list[Pipe] = []
 
@@ -33,8 +49,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankProcess, Pipe]]:
         ends.append(rank_end(os.dup(pipe)))
         return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 
-    monkeypatch.setattr(rank_process, "_start", start)
-    process = RankProcess(1, *start_rank(1, "token"), Losses(), StoreTable())
+    process = RankProcess(1, *start_rank(1, "token", start), Losses(), StoreTable(), answers)
     yield process, ends[0]
     process.begin_end()
     while not isinstance(ends[0].receive(), Close):
@@ -76,23 +91,14 @@ def test_a_rank_that_did_not_fail_is_told_nothing_and_a_failure_is_of_its_own_st
     assert isinstance(pipe.receive(), Check)
 
 
-def test_a_step_that_begins_as_soon_as_the_answer_is_there_does_not_overtake_proceed(rank: Any) -> None:
+@pytest.mark.parametrize("answers", [Held()])
+def test_a_step_that_begins_as_soon_as_the_answer_is_there_does_not_overtake_proceed(rank: Any, answers: Held) -> None:
     process, pipe = rank
-    has_gone_on = threading.Event()
-
-    class Held(SimpleQueue[Any]):
-        """Whose thread gets no further, once an answer is there, before the engine has begun the next step."""
-
-        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-            super().put(item)
-            has_gone_on.wait(10)
-
-    process._answers = Held()
     process.send(STEP)
     process.leave_step()
     fail(pipe, process)
     process.send(STEP)
-    has_gone_on.set()
+    answers.has_begun_step.set()
     assert isinstance(pipe.receive(), Proceed)
     assert isinstance(pipe.receive(), RankStep)
 

@@ -105,7 +105,6 @@ class WorkerHalf:
         layout = kv_layout(vllm_config, self._shape, kv_caches, fingerprint, self._rank, mix_kernels=mix_kernels)
         address, num_bytes = allocation(kv_caches)
         device = str(next(iter(kv_caches.values())).device)
-        self._device = device_of(device)
         self._segment = pool.find_segment(address)
         region = Region(address, num_bytes, self._segment.name if self._segment is not None else None)
         memory = block_memory(layout, self._shape, kv_cache_config, region, device)
@@ -113,11 +112,10 @@ class WorkerHalf:
         context = ConnectorContext(self._settings.transfer, layout, self._settings.auth_token, saves_are_complete=True)
         side = find_connector(self._settings.transfer).build_worker_side(context)
         side.register(memory)
-        side.on_report(self._has_report.set)
+        self.attach(side, device_of(device))
         if publishes_events(vllm_config) and isinstance(side, StoresBlocks):
             side.watch_store()
             self._events = side
-        self.side = side
         peer_address = side.address() if isinstance(side, ServesPeers) else None
         self.facts = self._unreported_facts = WorkerFacts(layout, peer_address, is_alone, hands_off)
         log.info(
@@ -128,6 +126,11 @@ class WorkerHalf:
             "shared memory" if region.segment else f"{device} memory",
             layout.packing,
         )
+
+    def attach(self, side: WorkerSide[StepPlan], device: Device) -> None:
+        """Use a worker side whose memory is registered. `device`: computes the model."""
+        self.side, self._device = side, device
+        side.on_report(self._has_report.set)
 
     def close(self) -> None:
         """End all transfers."""

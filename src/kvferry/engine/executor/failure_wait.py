@@ -7,6 +7,6 @@ SKEW_S, MAX_WAIT_S = 5.0, 30.0
 merely slow; and the upper bound of the whole wait."""
 
 
-def failure_wait_s(seconds: float) -> float:
+def failure_wait_s(seconds: float, skew_s: float = SKEW_S) -> float:
     """Seconds to wait after a failure that came `seconds` after the beginning of the step."""
-    return min(MAX_WAIT_S, SKEW_S + seconds)
+    return min(MAX_WAIT_S, skew_s + seconds)

@@ -37,9 +37,11 @@ def require_no_process_group() -> None:
 
 
 @contextmanager
-def rendezvous(placement: RankPlacement, device: torch.device, store: RendezvousStore, address: str) -> Iterator[None]:
+def rendezvous(
+    placement: RankPlacement, device: torch.device, store: RendezvousStore, address: str, step_s: float = STEP_S
+) -> Iterator[None]:
     """Join the process group through `store`; the other ranks reach this one at `address`. The body, which loads the
-    model, may take `LOADING_S`; if it raises, this rank leaves the group."""
+    model, may take `LOADING_S`, and a collective after it `step_s`; if it raises, this rank leaves the group."""
     require_no_process_group()
     try:
         with _environment(placement, address):
@@ -53,7 +55,7 @@ def rendezvous(placement: RankPlacement, device: torch.device, store: Rendezvous
             )
             _set_pg_timeout(timedelta(seconds=LOADING_S))
             yield
-        _set_pg_timeout(timedelta(seconds=STEP_S))
+        _set_pg_timeout(timedelta(seconds=step_s))
     except BaseException:
         leave()
         raise

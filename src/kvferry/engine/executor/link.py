@@ -94,6 +94,7 @@ class RankListener:
     """Accepts the connections of the other ranks. Owns the listening socket, until `close`."""
 
     accept_s = 0.1
+    handshake_s = HANDSHAKE_S
     max_handshakes = 16
     """Max number of concurrent handshakes; further connections are closed."""
 
@@ -169,7 +170,7 @@ class RankListener:
 
     def _handshake(self, connected: socket.socket, host: str) -> None:
         try:
-            self._joined.put(_with_deadline(connected, self._answer_rank, host))
+            self._joined.put(_with_deadline(connected, self.handshake_s, self._answer_rank, host))
             if self._is_closed:
                 self._drop()
         except (KvferryError, OSError) as error:
@@ -178,7 +179,7 @@ class RankListener:
             self._handshakes.release()
 
     def _answer_rank(self, connected: socket.socket, host: str) -> Link:
-        pipe = Pipe(os.dup(connected.fileno()), RankHello | RankProof, limit=_HANDSHAKE_BYTES, send_s=HANDSHAKE_S)
+        pipe = Pipe(os.dup(connected.fileno()), RankHello | RankProof, limit=_HANDSHAKE_BYTES, send_s=self.handshake_s)
         try:
             hello, ours = _expect(pipe, RankHello), EngineHello(entropy.token_bytes(32))
             if hello.versions != _VERSIONS:
@@ -208,7 +209,7 @@ def join(address: str, token: str, within_s: float) -> Link:
     while True:
         try:
             connected = socket.create_connection((host, port), timeout=HANDSHAKE_S)
-            return _with_deadline(connected, _greet_rank0, address, token)
+            return _with_deadline(connected, HANDSHAKE_S, _greet_rank0, address, token)
         except (AuthenticationFailed, ProtocolError) as error:
             raise ConfigError(f"rank 0 at {address}: {error}") from error
         except (PeerLost, OSError, UnicodeError) as error:
@@ -235,10 +236,10 @@ def _greet_rank0(connected: socket.socket, address: str, token: str) -> Link:
     return Link(rank_end(connected.detach(), keys), f"rank 0 at {address}", own)
 
 
-def _with_deadline(connected: socket.socket, handshake: Callable[..., Link], *arguments: str) -> Link:
-    """Run `handshake`, and close the connection if that fails or takes longer than `HANDSHAKE_S`."""
+def _with_deadline(connected: socket.socket, within_s: float, handshake: Callable[..., Link], *arguments: str) -> Link:
+    """Run `handshake`, and close the connection if that fails or takes longer than `within_s`."""
     duplicate = connected.dup()
-    timer = threading.Timer(HANDSHAKE_S, _shut_down, (duplicate,))
+    timer = threading.Timer(within_s, _shut_down, (duplicate,))
     timer.daemon = True
     try:
         connected.settimeout(None)

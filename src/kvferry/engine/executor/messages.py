@@ -153,9 +153,9 @@ Keys = tuple[bytes, bytes]
 _OPEN: Keys = (b"", b"")
 
 
-def rank_end(descriptor: int, keys: Keys = _OPEN) -> Pipe:
-    """The end at which another rank receives commands."""
-    return Pipe(descriptor, Command | TableAnswer | Ping, limit=MAX_MESSAGE_BYTES, send_s=SEND_S, keys=keys)
+def rank_end(descriptor: int, keys: Keys = _OPEN, send_s: float = SEND_S) -> Pipe:
+    """The end at which another rank receives commands. `send_s`: maximum seconds of a message's sending."""
+    return Pipe(descriptor, Command | TableAnswer | Ping, limit=MAX_MESSAGE_BYTES, send_s=send_s, keys=keys)
 
 
 def engine_end(descriptor: int, keys: Keys = _OPEN) -> Pipe:

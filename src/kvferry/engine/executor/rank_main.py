@@ -106,6 +106,20 @@ class Inbox:
             self._is_woken.set()
             self._queue.put(_Woken())
 
+    def wait_for_proceed(self, within_s: float) -> bool:
+        """True if rank 0 has left the step too, and so has run the same collectives. Otherwise it may be blocked in a
+        collective that this rank never reaches, and that fails when this process exits."""
+        end = SYSTEM_CLOCK.monotonic() + within_s
+        is_woken = False
+        try:
+            while isinstance(command := self.take(max(0.0, end - SYSTEM_CLOCK.monotonic())), _Woken):
+                is_woken = True
+        except Empty:
+            return False
+        if is_woken:
+            self.wake()  # for the reports of the wake-ups taken above
+        return isinstance(command, Proceed)
+
     def _read(self) -> None:
         try:
             command: Command | TableAnswer | Ping | _Gone = self._pipe.receive()
@@ -207,24 +221,10 @@ class RankProcessMain:
             log.exception("this rank failed in a step")
             failure = f"{type(error).__name__}: {error}"
             self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun, failure))
-            if not self._may_proceed(failure_wait_s(SYSTEM_CLOCK.monotonic() - begun_at)):
+            if not self._inbox.wait_for_proceed(failure_wait_s(SYSTEM_CLOCK.monotonic() - begun_at)):
                 raise
         else:
             self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun))
-
-    def _may_proceed(self, within_s: float) -> bool:
-        """True if rank 0 has left the step too, and so has run the same collectives. Otherwise it may be blocked in a
-        collective that this rank never reaches, and that fails when this process exits."""
-        end = SYSTEM_CLOCK.monotonic() + within_s
-        is_woken = False
-        try:
-            while isinstance(command := self._inbox.take(max(0.0, end - SYSTEM_CLOCK.monotonic())), _Woken):
-                is_woken = True
-        except Empty:
-            return False
-        if is_woken:
-            self._inbox.wake()  # for the reports of the wake-ups taken above
-        return isinstance(command, Proceed)
 
 
 def _leak(worker: Worker) -> str:

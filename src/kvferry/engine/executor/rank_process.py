@@ -43,8 +43,6 @@ from kvferry.observe.logs import helper_environment
 
 CONSEQUENCE = 2
 """Min weight of a loss that another one may have caused (`Losses.add`)."""
-END_S = 10.0
-"""Max seconds for a rank to exit before it is killed."""
 PING_INTERVAL_S = 5.0
 """Seconds between two pings of a rank."""
 LOOPBACK = "127.0.0.1"
@@ -115,11 +113,15 @@ class Process(Protocol):
         """Send it SIGKILL."""
 
 
-def start_rank(rank: int, auth_token: str) -> tuple[Link, Process]:
-    """Start a process on this machine, which waits for `LoadModel`."""
+StartProcess = Callable[[int, int, str], Process]
+"""Starts the process of a rank: with its number, the descriptor of its pipe, and the secret of the instance."""
+
+
+def start_rank(rank: int, auth_token: str, start: StartProcess | None = None) -> tuple[Link, Process]:
+    """Start a process on this machine, which waits for `LoadModel`. `start`: `start_process` by default."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        process = _start(rank, theirs.fileno(), auth_token)
+        process = (start or start_process)(rank, theirs.fileno(), auth_token)
         return Link(engine_end(ours.detach()), f"process {process.pid}", LOOPBACK), process
 
 
@@ -129,13 +131,23 @@ class RankProcess:
 
     max_missed_pongs = 6
     """Max number of pings that a rank may leave unanswered (`RankWatch`)."""
+    exit_s = 10.0
+    """Max seconds to wait for the exit of a process whose pipe has ended or that was killed."""
 
-    def __init__(self, rank: int, link: Link, process: Process | None, losses: Losses, table: StoreTable) -> None:
+    def __init__(
+        self,
+        rank: int,
+        link: Link,
+        process: Process | None,
+        losses: Losses,
+        table: StoreTable,
+        answers: SimpleQueue[Answer | None] | None = None,
+    ) -> None:
         """`link`: to a rank that waits for `LoadModel`. `process`: the rank's, if this process has started it. `table`:
-        the ranks' rendezvous store."""
+        the ranks' rendezvous store. `answers`: queue of the rank's answers."""
         self.rank, self._losses, self._table = rank, losses, table
         self.on_report: Callable[[int, bytes], None] = lambda rank, report: None
-        self._answers: SimpleQueue[Answer | None] = SimpleQueue()  # bounded: one answer a command
+        self._answers = answers or SimpleQueue[Answer | None]()  # bounded: one answer a command
         self._is_ending = False
         self._lock = threading.Lock()  # for sending, and for the next attributes
         self._has_left = self._has_failed = self._has_reported_failure = False
@@ -157,7 +169,7 @@ class RankProcess:
                     self._has_left = self._has_failed = False
                 self._pipe.send(command)
         except PeerLost as error:
-            self._losses.wait(END_S)
+            self._losses.wait(self.exit_s)
             raise RankLost(f"rank {self.rank} does not accept commands: {error}") from error
 
     def leave_step(self) -> None:
@@ -175,16 +187,17 @@ class RankProcess:
         except Empty:
             raise RankLost(f"rank {self.rank} ({self._name}) did not answer within {within_s:g} s") from None
         if answer is None:
-            self._losses.wait(END_S)
+            self._losses.wait(self.exit_s)
             raise RankLost(f"rank {self.rank} is gone")
         if not isinstance(answer, kind):
             raise RankLost(f"rank {self.rank} answered {type(answer).__name__} where {kind.__name__} was expected")
         return answer
 
-    def ping(self) -> None:
-        """Send a ping, or record the rank's loss when it has left too many pings unanswered. From any thread."""
+    def ping(self, interval_s: float) -> None:
+        """Send a ping, or record the rank's loss when it has left too many pings unanswered, which are sent every
+        `interval_s`. From any thread."""
         if self._num_missed_pongs == self.max_missed_pongs:
-            pings = f"{self.max_missed_pongs} pings, one every {PING_INTERVAL_S:g} s"
+            pings = f"{self.max_missed_pongs} pings, one every {interval_s:g} s"
             self._losses.add(0, RankLost(f"rank {self.rank} ({self._name}) hangs: it did not answer {pings}"))
         self._num_missed_pongs += 1
         with suppress(PeerLost):  # the listening thread records it
@@ -210,7 +223,7 @@ class RankProcess:
             self._pipe.shut_down()
         else:
             self._end_process(self._process, remaining_s)
-        self._listener.join(END_S)
+        self._listener.join(self.exit_s)
         self._pipe.close()
 
     def _end_process(self, process: Process, within_s: float) -> None:
@@ -219,7 +232,7 @@ class RankProcess:
         except subprocess.TimeoutExpired:
             process.kill()
             with suppress(subprocess.TimeoutExpired):  # in an uninterruptible call to a disk or a driver
-                process.wait(END_S)
+                process.wait(self.exit_s)
 
     # The listening thread.
 
@@ -268,7 +281,7 @@ class RankProcess:
             is_cause = not self._has_reported_failure
         else:
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
+                self._process.wait(self.exit_s)
             how = _describe_exit(self._process.returncode)
             is_cause = self._process.returncode != 1  # it sends `RankFailed` before that, or has lost rank 0
         if not self._is_ending:
@@ -280,20 +293,20 @@ class RankWatch:
     """Pings the other ranks periodically, so that a hanging rank is detected although no step needs it. Owns the thread
     that pings. Pings are counted, not seconds: a pause of the whole machine is not a loss."""
 
-    def __init__(self, ranks: Sequence[RankProcess]) -> None:
-        self._ranks, self._has_ended = ranks, threading.Event()
+    def __init__(self, ranks: Sequence[RankProcess], interval_s: float = PING_INTERVAL_S) -> None:
+        self._ranks, self._interval_s, self._has_ended = ranks, interval_s, threading.Event()
         self._thread = Thread(self._ping_all, name="kvferry-rank-watch")
         self._thread.start()
 
     def end(self) -> None:
         """Stop the pings."""
         self._has_ended.set()
-        self._thread.join(END_S)
+        self._thread.join(RankProcess.exit_s)
 
     def _ping_all(self) -> None:
-        while not self._has_ended.wait(PING_INTERVAL_S):
+        while not self._has_ended.wait(self._interval_s):
             for rank in self._ranks:
-                rank.ping()
+                rank.ping(self._interval_s)
 
 
 def _describe_exit(code: int | None) -> str:
@@ -305,7 +318,8 @@ def _describe_exit(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def _start(rank: int, pipe: int, auth_token: str) -> Process:
+def start_process(rank: int, pipe: int, auth_token: str) -> Process:
+    """Start a rank in a new Python process; a `StartProcess`."""
     environment = {
         **os.environ,
         AUTH_TOKEN: auth_token,

@@ -56,7 +56,8 @@ from kvferry.engine.executor.messages import (
     TableAnswer,
     TableRequest,
 )
-from kvferry.engine.executor.rank_process import END_S, LOOPBACK, Losses, Process, RankProcess, RankWatch, start_rank
+from kvferry.engine.executor.rank_options import RankOptions
+from kvferry.engine.executor.rank_process import LOOPBACK, Losses, Process, RankProcess, RankWatch, start_rank
 from kvferry.engine.executor.store import RendezvousStore, StoreTable
 from kvferry.engine.model.loader import Progress, read_settings
 from kvferry.engine.model.rank_placement import RankPlacement
@@ -65,10 +66,6 @@ from kvferry.engine.scheduling.step import Chunk
 from kvferry.engine.structured.token_masks import Masks, TokenMasks
 from kvferry.engine.worker import Worker
 
-START_S = 300.0
-"""Max seconds for a process to start (it imports torch and transformers), and to connect if users start it."""
-ANSWER_S = group.STEP_S + 10.0
-"""Max seconds for another rank to answer; for a step, after rank 0 has computed its own share."""
 A = TypeVar("A", bound=Answer)
 log = logging.getLogger(__name__)
 
@@ -77,13 +74,18 @@ class RanksExecutor(Executor):
     """Runs the model on several ranks, of which this process is rank 0."""
 
     def __init__(
-        self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
+        self,
+        config: EngineConfig,
+        transfer: KVTransferConfig | None,
+        auth_token: str,
+        on_progress: Progress,
+        options: RankOptions,
     ) -> None:
         """Start the ranks, each of which loads its share. Raises `ConfigError`, `UnsupportedModel` or `RankLost`."""
         placement = RankPlacement.of_rank(0, config)
         _require_possible(config, transfer, placement)
         self._wake: Callable[[], None] = lambda: None
-        self._losses, self._table = Losses(), StoreTable()
+        self._options, self._losses = options, Losses()
         self._reports = RankReports(placement.size)
         self._reported: deque[tuple[int, bytes]] = deque()  # bounded by the number of transfers
         self._worker: Worker | None = None
@@ -92,8 +94,9 @@ class RanksExecutor(Executor):
         self._processes: list[RankProcess] = []
         self._watch: RankWatch | None = None
         try:
-            address = self._start(config, transfer, auth_token, on_progress)
-            self._load(config, placement, address, on_progress)
+            table = StoreTable()
+            address = self._start(config, transfer, auth_token, table, on_progress)
+            self._load(config, placement, RendezvousStore(partial(self._request_store, table)), address, on_progress)
             self._open(transfer, auth_token)
         except BaseException:
             self.close()
@@ -102,25 +105,37 @@ class RanksExecutor(Executor):
     # Start.
 
     def _start(
-        self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
+        self,
+        config: EngineConfig,
+        transfer: KVTransferConfig | None,
+        auth_token: str,
+        table: StoreTable,
+        on_progress: Progress,
     ) -> str:
         """Start the ranks. Returns the address at which the other ranks reach this process."""
         self._losses.on_loss = self._on_rank_lost
         address = LOOPBACK
-        for rank, (link, process) in enumerate(_links(config, auth_token, on_progress), 1):
-            rank_process = RankProcess(rank, link, process, self._losses, self._table)
+        for rank, (link, process) in enumerate(_links(config, auth_token, self._options, on_progress), 1):
+            rank_process = RankProcess(rank, link, process, self._losses, table)
             rank_process.on_report = self._on_rank_report
             self._processes.append(rank_process)
             rank_process.send(LoadModel(rank, config, transfer))
             address = link.address
         return address
 
-    def _load(self, config: EngineConfig, placement: RankPlacement, address: str, on_progress: Progress) -> None:
+    def _load(
+        self,
+        config: EngineConfig,
+        placement: RankPlacement,
+        store: RendezvousStore,
+        address: str,
+        on_progress: Progress,
+    ) -> None:
+        device = placement.choose_device(config.device)
         with self._explain_losses():
             # First, because gloo's wait for a missing rank can neither be interrupted nor end at a loss.
-            self._gather(Started, START_S)
-            store = RendezvousStore(self._request_store)
-            with group.rendezvous(placement, placement.choose_device(config.device), store, address):
+            self._gather(Started, self._options.start_s)
+            with group.rendezvous(placement, device, store, address, self._options.step_s):
                 self._worker = Worker(config, placement, on_progress)
             on_progress("waiting for the other ranks", 1.0)
             loaded = self._gather(ModelLoaded, group.LOADING_S)
@@ -136,18 +151,18 @@ class RanksExecutor(Executor):
         self._send_command(OpenCache(self.num_blocks))
         with self._explain_losses():
             ours = self._rank0.open(self.num_blocks, transfer, auth_token)
-            addresses = [ours, *(opened.address for opened in self._gather(Opened, ANSWER_S))]
+            addresses = [ours, *(opened.address for opened in self._gather(Opened, self._options.answer_s))]
         self.addresses = [address for address in addresses if address is not None]
-        self._watch = RankWatch(self._processes)
+        self._watch = RankWatch(self._processes, self._options.ping_interval_s)
 
     @property
     def pids(self) -> list[int]:
         """The process ids of the ranks that this process has started."""
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def _request_store(self, request: TableRequest) -> TableAnswer:
+    def _request_store(self, table: StoreTable, request: TableRequest) -> TableAnswer:
         self._losses.require_none()
-        return self._table.answer(request)
+        return table.answer(request)
 
     # Steps.
 
@@ -175,7 +190,7 @@ class RanksExecutor(Executor):
         else:
             self._leave_step()
             # Wait, because the ranks' reports of this step must be known before the next one is scheduled.
-            failures = self._step_ended(plans, ANSWER_S)
+            failures = self._step_ended(plans, self._options.answer_s)
         if failures:
             raise RequestFailed(f"the engine failed in this request's step, on {'; '.join(failures)}")
         return drawn
@@ -204,7 +219,7 @@ class RanksExecutor(Executor):
         if self.model.device.type == "cpu" and "timed out" not in str(error).lower():  # gloo's message
             self._leave_step()
             try:
-                return self._step_ended(plans, failure_wait_s(seconds))
+                return self._step_ended(plans, failure_wait_s(seconds, self._options.skew_s))
             except RankLost:
                 log.debug("a rank has not left the step in which rank 0 failed", exc_info=True)
         self._losses.raise_cause(error=error)
@@ -229,7 +244,7 @@ class RanksExecutor(Executor):
     def statistics(self) -> dict[str, float]:
         self._send_command(GetStatistics())
         total = Counter(self._rank0.statistics())
-        for reply in self._gather(Statistics, ANSWER_S):
+        for reply in self._gather(Statistics, self._options.answer_s):
             total.update(reply.values)  # adds the values, and keeps zeros
         return dict(total)
 
@@ -242,7 +257,7 @@ class RanksExecutor(Executor):
             raise LeakError("; ".join(leaks))
 
     def _leaks(self) -> list[tuple[RankProcess, Checked]]:
-        return list(zip(self._processes, self._gather(Checked, ANSWER_S), strict=True))
+        return list(zip(self._processes, self._gather(Checked, self._options.answer_s), strict=True))
 
     def close(self) -> None:
         self._losses.on_loss = lambda: None
@@ -259,7 +274,7 @@ class RanksExecutor(Executor):
     def _end_processes(self, processes: Sequence[RankProcess]) -> None:
         """End the processes. Ranks without a KV cache have nothing to release, and are killed at once: while they load,
         they do not read commands."""
-        deadline = SYSTEM_CLOCK.monotonic() + (END_S if self._is_open else 0.0)
+        deadline = SYSTEM_CLOCK.monotonic() + (self._options.end_s if self._is_open else 0.0)
         close_all(*(partial(process.end, deadline) for process in processes))
 
     # Between the ranks.
@@ -301,17 +316,19 @@ class RanksExecutor(Executor):
         self._wake()
 
 
-def _links(config: EngineConfig, auth_token: str, on_progress: Progress) -> Iterator[tuple[Link, Process | None]]:
+def _links(
+    config: EngineConfig, auth_token: str, options: RankOptions, on_progress: Progress
+) -> Iterator[tuple[Link, Process | None]]:
     """Links to the other ranks, in rank order: started by this process, or joined through the listener."""
     size = config.tensor_parallel_size
     if config.ranks_at is None:
-        yield from (start_rank(rank, auth_token) for rank in range(1, size))
+        yield from (start_rank(rank, auth_token, options.start_process) for rank in range(1, size))
         return
     listener = RankListener(config.ranks_at, auth_token)
     try:
         waiting = f"waiting for the other ranks at {config.ranks_at}"
         links = listener.wait_for_ranks(
-            size - 1, START_S, lambda number: on_progress(f"{waiting} ({number}/{size - 1})", 0.0)
+            size - 1, options.start_s, lambda number: on_progress(f"{waiting} ({number}/{size - 1})", 0.0)
         )
     finally:
         listener.close()

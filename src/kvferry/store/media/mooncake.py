@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -79,8 +79,16 @@ class MooncakeStore(SharedStore):
     options: MooncakeOptions
     ends_calls = True
 
-    def __init__(self, location: str, options: MooncakeOptions, layout: KVLayout) -> None:
+    def __init__(
+        self,
+        location: str,
+        options: MooncakeOptions,
+        layout: KVLayout,
+        connect: Callable[[str, MooncakeOptions], Any] | None = None,
+    ) -> None:
+        """`connect`: makes the client of `open`, `connect_client` by default."""
         super().__init__(location, options, layout)
+        self._connect_client = connect or connect_client
         self._prefix = f"kvferry/{layout.fingerprint()}.{options.codec}/"
         self._threads = Threads(1, "kvferry-mooncake-store")
         self._codec_threads = Threads(1, "kvferry-mooncake-codec")
@@ -165,23 +173,7 @@ class MooncakeStore(SharedStore):
     def _connect(self) -> None:
         if self._client is not None:
             return
-        os.environ.setdefault("GLOG_minloglevel", "2")  # it logs every key that is not found
-        from mooncake.store import MooncakeDistributedStore
-
-        options, master = self.options, self.location.removeprefix("//")
-        client = MooncakeDistributedStore()
-        code = client.setup(
-            options.host,
-            options.metadata,
-            options.segment_bytes,
-            options.buffer_bytes,
-            options.protocol,
-            options.device_name,
-            master,
-        )
-        if code:
-            raise StoreError(f"cannot join the Mooncake Store of the master at {master}: code {code}")
-        self._client = client
+        self._client = self._connect_client(self.location.removeprefix("//"), self.options)
 
     def _disconnect(self) -> None:
         client, self._client = self._client, None
@@ -327,6 +319,26 @@ class MooncakeStore(SharedStore):
 
     def _remove(self, key: str) -> bool:
         return bool(self._connected_client.is_exist(key) == EXISTS and self._connected_client.remove(key, True) == 0)
+
+
+def connect_client(master: str, options: MooncakeOptions) -> Any:
+    """A client that has joined the store of the master at this address. Blocks. Raises `StoreError`."""
+    os.environ.setdefault("GLOG_minloglevel", "2")  # it logs every key that is not found
+    from mooncake.store import MooncakeDistributedStore
+
+    client = MooncakeDistributedStore()
+    code = client.setup(
+        options.host,
+        options.metadata,
+        options.segment_bytes,
+        options.buffer_bytes,
+        options.protocol,
+        options.device_name,
+        master,
+    )
+    if code:
+        raise StoreError(f"cannot join the Mooncake Store of the master at {master}: code {code}")
+    return client
 
 
 def _memory_bytes(replica: Any) -> int:

@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 
 from kvferry.adapters.vllm.identity.fingerprint import changed_settings
 from kvferry.core.errors import InvalidRequest
-from kvferry.models.checkpoint import WEIGHT_SUFFIXES, digests_of, file_states, local_checkpoint
+from kvferry.models.checkpoint import WEIGHT_SUFFIXES, DigestReader, file_states, local_checkpoint
 from kvferry.models.digest_cache import FileState
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class LoraAdapters:
             if not any(name.endswith(WEIGHT_SUFFIXES) for name in states):
                 self._uncertain[key] = "its files are not on this machine; give vLLM a local path"
             elif key not in self._contents:
-                digests = json.dumps(digests_of(states))
+                digests = json.dumps(DigestReader().digests_of(states))
                 self._contents[key] = _Content(states, hashlib.sha256(digests.encode()).hexdigest())
             elif self._contents[key].states != states:
                 self._uncertain[key] = "its files have changed; load what is new from another path"
