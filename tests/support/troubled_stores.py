@@ -9,14 +9,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.store.media.file import FileStore
-from kvferry.store.media.file_notes import NoteFiles
+from kvferry.store.access import FileAccess
+from kvferry.store.disk import DISK, Disk
+from kvferry.store.machine import MACHINE
 from support.flaky_link import FlakyLink
 from support.ports import free_port
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
@@ -151,14 +152,12 @@ class OnDisk:
             assert time.monotonic() < deadline
 
 
-class HeldUpDisk:
-    """Holds up this process's calls into the directories of stores, until `undo`."""
+class HeldUpDisk(Disk):
+    """The disk of the stores that this process makes from now on, until `undo`: its calls can be held up."""
 
     def __init__(self) -> None:
         self._seconds, self._changed = 0.0, threading.Event()
-        self._kinds = [(kind, kind._path) for kind in (FileStore, NoteFiles)]
-        for kind, path_of in self._kinds:
-            kind._path = self._held_up(path_of)  # type: ignore[method-assign, assignment]
+        MACHINE.disk = self
 
     def set(self, seconds: float) -> None:
         """Calls take so long from now on; those under way return."""
@@ -168,13 +167,28 @@ class HeldUpDisk:
     def undo(self) -> None:
         """Hold up nothing any more."""
         self.set(0.0)
-        for kind, path_of in self._kinds:
-            kind._path = path_of  # type: ignore[method-assign, assignment]
+        MACHINE.disk = DISK
 
-    def _held_up(self, path_of: Callable[..., Any]) -> Callable[..., Any]:
-        def path(*arguments: Any) -> Any:
-            if seconds := self._seconds:
-                self._changed.wait(seconds)
-            return path_of(*arguments)
+    def _wait(self) -> None:
+        if seconds := self._seconds:
+            self._changed.wait(seconds)
 
-        return path
+    def make_folder(self, path: Path, access: FileAccess) -> None:
+        self._wait()
+        super().make_folder(path, access)
+
+    def open(self, path: str) -> AbstractContextManager[int]:
+        self._wait()
+        return super().open(path)
+
+    def touch(self, path: str) -> bool:
+        self._wait()
+        return super().touch(path)
+
+    def is_readable(self, path: str) -> bool:
+        self._wait()
+        return super().is_readable(path)
+
+    def remove(self, path: str) -> bool:
+        self._wait()
+        return super().remove(path)

@@ -191,6 +191,8 @@ class _Server:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        from support.troubled_stores import HeldUpDisk
+
         self._connection = connection
         self._log: list[str] = []
         handler = logging.Handler()
@@ -206,11 +208,11 @@ class _Server:
             "enable_prefix_caching": True,
         } | engine_args
         config = KVTransferConfig(**kv_transfer) if kv_transfer is not None else None
+        self._disk = HeldUpDisk()
         self._engine = LLM(model=model, kv_transfer_config=config, **settings).llm_engine
         self._core = self._engine.engine_core.engine_core
         self._answers: dict[str, Answer] = {}
         self._frozen = False
-        self._disk: Any = None
         while self._core.scheduler.has_requests():  # as a server's loop does: the connector hears from its workers
             self._step()
 
@@ -295,9 +297,6 @@ class _Server:
 
     def hold_up_disk(self, seconds: float) -> None:
         """Calls into directories of stores take so long from now on."""
-        from support.troubled_stores import HeldUpDisk
-
-        self._disk = self._disk or HeldUpDisk()
         self._disk.set(seconds)
 
     def freeze(self) -> None:

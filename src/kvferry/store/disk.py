@@ -59,7 +59,7 @@ class Disk:
             descriptor = os.open(temporary, flags, access.file_mode)
         try:
             try:
-                _allocate(descriptor, sum(map(len, views)))
+                self._preallocate(descriptor, sum(map(len, views)))
                 write_all(descriptor, views)
                 if fsync:
                     os.fsync(descriptor)
@@ -71,6 +71,20 @@ class Disk:
         except BaseException:
             self.remove(temporary)
             raise
+
+    def allocate(self, descriptor: int, num_bytes: int) -> None:
+        """Allocate an open file's bytes at once."""
+        os.posix_fallocate(descriptor, 0, num_bytes)
+
+    def _preallocate(self, descriptor: int, num_bytes: int) -> None:
+        """Allocate the file before it is written, which is faster than growing it and reports a full disk before
+        anything is written. File systems that cannot do this are left alone."""
+        try:
+            if num_bytes:
+                self.allocate(descriptor, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
 
     # Open files, by their descriptors.
 
@@ -155,17 +169,6 @@ class Disk:
 
 DISK = Disk()
 """The file systems of this machine."""
-
-
-def _allocate(descriptor: int, num_bytes: int) -> None:
-    """Allocate the file at once, which is faster than growing it and reports a full disk before anything is written.
-    File systems that cannot do this are left alone."""
-    try:
-        if num_bytes:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
 
 
 @cache

@@ -9,10 +9,15 @@ from trouble import run
 
 from kvferry.store.base import Put
 from kvferry.store.eviction.fifo import Fifo
+from kvferry.store.eviction.table import POLICIES
 from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import block_of, fetch, name_of, names_of
 
 pytestmark = pytest.mark.short_deadlines
+
+
+def raises(*_: object) -> int:
+    raise KeyError("a mistake of the policy's")
 
 
 @pytest.mark.parametrize("mistake", ["insert", "access", "pin", "unpin", "evict", "remove"])
@@ -20,8 +25,7 @@ pytestmark = pytest.mark.short_deadlines
 def test_a_mistake_of_the_eviction_policy_costs_its_order_alone(
     url: str, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raises(*_: object) -> int:
-        raise KeyError("a mistake of the policy's")
+    monkeypatch.setitem(POLICIES, "mistaken", type("Mistaken", (Fifo,), {mistake: raises}))
 
     async def use(store: TieredStore) -> None:
         for index in range(20):
@@ -33,5 +37,4 @@ def test_a_mistake_of_the_eviction_policy_costs_its_order_alone(
         assert store.statistics()["evicted_blocks"] > 0
         assert store.tiers[0].breaker.num_failures == 0
 
-    monkeypatch.setattr(Fifo, mistake, raises)
-    run([url.format(name=tmp_path.name, folder=tmp_path) + "&eviction=fifo"], use)
+    run([url.format(name=tmp_path.name, folder=tmp_path) + "&eviction=mistaken"], use)

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,7 +18,7 @@ from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store import upkeep
 from kvferry.store.codecs.table import make_codec
-from kvferry.store.disk import _machine
+from kvferry.store.disk import Disk, _machine
 from kvferry.store.record import RecordFormat
 from support.examples import examples
 
@@ -190,6 +190,23 @@ def test_another_layout_s_file_is_not_taken(store: FileStore, layout: KVLayout, 
 # Room.
 
 
+class CountingDisk(Disk):
+    """`scanned`: the directories that were listed; `num_vain_removals`: removals of files that did not exist."""
+
+    def __init__(self) -> None:
+        self.scanned: list[Path] = []
+        self.num_vain_removals = 0
+
+    def glob(self, folder: Path, pattern: str) -> Iterable[Path]:
+        self.scanned.append(folder)
+        return super().glob(folder, pattern)
+
+    def remove(self, path: str) -> bool:
+        was_present = super().remove(path)
+        self.num_vain_removals += not was_present
+        return was_present
+
+
 def age(path: Path, seconds: float) -> None:
     then = path.stat().st_mtime - seconds
     os.utime(path, (then, then))
@@ -211,15 +228,19 @@ def test_the_blocks_used_longest_ago_go_first(tmp_path: Path, layout: KVLayout) 
 
 @pytest.mark.parametrize("eviction", ["lru", "reuse"])
 def test_no_process_remembers_the_files_that_others_removed(tmp_path: Path, layout: KVLayout, eviction: str) -> None:
-    """Where one process writes most and so evicts for all, another sees ever new files, and never too many."""
+    """Where one process writes most and so evicts for all, another sees ever new files. It evicts none that is gone."""
     size = FileStore(tmp_path, layout).file_bytes
-    writer, other = (FileStore(tmp_path, layout, max_bytes=10 * size, eviction=eviction) for _ in range(2))
-    room = other.inner._room
+    disk = CountingDisk()
+    writer = FileStore(tmp_path, layout, max_bytes=10 * size, eviction=eviction)
+    other = FileStore(tmp_path, layout, disk, max_bytes=10 * size, eviction=eviction)
     for index in range(60):
         writer.put(name_of(index), block_of(layout, index))
-        room.num_pinnable([], 1.0)  # it looks at the directory
+        other.run(other.inner.pin([]))  # it scans the directory
     assert other.statistics().get("evicted_blocks", 0) == 0
-    assert len(room._policy) == len(list(tmp_path.rglob("*.kv")))
+    for index in range(60, 64):
+        other.put(name_of(index), block_of(layout, index))
+    assert other.statistics()["evicted_blocks"] > 0
+    assert disk.num_vain_removals == 0
 
 
 def test_a_put_of_what_is_there_counts_as_use(tmp_path: Path, layout: KVLayout) -> None:
@@ -286,10 +307,11 @@ def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path, layout:
 
 
 def test_what_is_pinned_leaves_room_or_the_rest_is_dropped_without_a_look_each_time(
-    tmp_path: Path, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, layout: KVLayout
 ) -> None:
     size = FileStore(tmp_path, layout).file_bytes
-    store = FileStore(tmp_path, layout, max_bytes=64 * size, pinned_share=1)
+    disk = CountingDisk()
+    store = FileStore(tmp_path, layout, disk, max_bytes=64 * size, pinned_share=1)
     names = [name_of(index) for index in range(100)]
     for index in range(60):
         assert store.put(names[index], block_of(layout, index))
@@ -300,13 +322,11 @@ def test_what_is_pinned_leaves_room_or_the_rest_is_dropped_without_a_look_each_t
     for index in range(60, 100):
         store.put(names[index], block_of(layout, index))
         store.run(store.inner.pin([names[index]]))
-    looks = []
-    look = store.inner._room._scan
-    monkeypatch.setattr(store.inner._room, "_scan", lambda: (looks.append(1), look())[1])
+    num_scans = disk.scanned.count(tmp_path)
     for index in range(300, 332):
         assert not store.put(name_of(index), block_of(layout, index)), "it says that it keeps what it throws away"
         assert not store.path(name_of(index)).exists()
-    assert len(looks) <= 32 // 2
+    assert disk.scanned.count(tmp_path) - num_scans <= 32 // 2
     assert store.statistics()["dropped_blocks"] >= 32
     assert store.run(store.inner.unpin(names)) > 0
     assert store.put(name_of(400), block_of(layout, 400)), "there is room again"
@@ -353,13 +373,13 @@ assert not [path for path in Path(sys.argv[1]).rglob("*") if path.is_file()], "a
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL], ids=["unsupported", "invalid"])
 def test_a_file_system_that_allocates_nothing_ahead_is_written_to(
-    tmp_path: Path, layout: KVLayout, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, layout: KVLayout, number: int
 ) -> None:
-    def refuse(*asked: int) -> None:
-        raise OSError(number, os.strerror(number))
+    class UnallocatingDisk(Disk):
+        def allocate(self, descriptor: int, num_bytes: int) -> None:
+            raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("os.posix_fallocate", refuse)
-    store = FileStore(tmp_path, layout)
+    store = FileStore(tmp_path, layout, UnallocatingDisk())
     assert store.put(name_of(1), block_of(layout, 1))
     assert store.path(name_of(1)).stat().st_size == store.file_bytes
 

@@ -7,7 +7,9 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
+from typing import TypeVar
 
 import pytest
 
@@ -45,11 +47,14 @@ class TestLMCache(StoreContract):
 del StoreContract
 
 
+Store = TypeVar("Store", bound=LMCacheStore)
+
+
 @asynccontextmanager
-async def store_at(port: int, query: str = "") -> AsyncIterator[LMCacheStore]:
+async def store_at(port: int, query: str = "", kind: type[Store] = LMCacheStore) -> AsyncIterator[Store]:
     """A store whose places nobody else has: its `max_bytes` names them."""
-    store = find_store(f"lmcache://127.0.0.1:{port}{query}").make(LAYOUT)
-    assert isinstance(store, LMCacheStore)
+    store = replace(find_store(f"lmcache://127.0.0.1:{port}{query}"), kind=kind).make(LAYOUT)
+    assert isinstance(store, kind)
     try:
         yield store
     finally:
@@ -100,27 +105,49 @@ async def test_a_share_that_is_not_none_pins_something(port: int, query: str) ->
         await store.delete([name_of(0)])
 
 
-async def test_a_pin_while_another_store_puts_is_not_lost(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+class GatedClient(LMCacheClient):
+    """A client that sends no block until `gate` is set; `is_sending` is set when it would send one."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(host, port)
+        self.is_sending, self.gate = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+
+    async def put(self, values: Sequence[tuple[str, bytes]]) -> None:
+        if any(len(value) > LMCacheSets.max_index_bytes or "@1@0@" not in key for key, value in values):
+            self.is_sending.set()
+            await self.gate.wait()
+        await super().put(values)
+
+
+class GatedStore(LMCacheStore):
+    client_type = GatedClient
+    client: GatedClient
+
+
+class TouchingStore(LMCacheStore):
+    touch_s = 0.0
+
+
+class OneNoteStore(LMCacheStore):
+    num_note_slots = 1
+
+
+async def test_a_pin_while_another_store_puts_is_not_lost(port: int) -> None:
     """What is asked to pin and what puts are different stores: neither writes back what the other has changed."""
-    async with store_at(port, "?max_bytes=240001") as puts, store_at(port, "?max_bytes=240001") as pins:
+    async with (
+        store_at(port, "?max_bytes=240001", GatedStore) as puts,
+        store_at(port, "?max_bytes=240001") as pins,
+    ):
         document = list(range(12))
         await puts.put([block_of(index) for index in document])
-        sending, pinned = asyncio.Event(), asyncio.Event()
-        send = puts.client.put
-
-        async def slow(values: Sequence[tuple[str, bytes]]) -> None:
-            if any(len(value) > LMCacheSets.max_index_bytes or "@1@0@" not in key for key, value in values):
-                sending.set()
-                await pinned.wait()
-            await send(values)
-
-        monkeypatch.setattr(puts.client, "put", slow)
+        puts.client.is_sending.clear()
+        puts.client.gate.clear()
         putting = asyncio.create_task(puts.put([block_of(index) for index in range(100, 124)]))
-        await sending.wait()
+        await puts.client.is_sending.wait()
         num_pinned = await pins.pin([name_of(index) for index in document])
-        pinned.set()
+        puts.client.gate.set()
         await putting
-        monkeypatch.undo()
         assert num_pinned > 0
         sets = await puts.sets.read([name_of(index) for index in document])
         places = [puts.sets.find(sets, name_of(index)) for index in document]
@@ -130,9 +157,8 @@ async def test_a_pin_while_another_store_puts_is_not_lost(port: int, monkeypatch
         await puts.delete([name_of(index) for index in [*document, *range(100, 124), *range(200, 260)]])
 
 
-async def test_of_one_set_the_block_used_longest_ago_goes(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.store.media.lmcache.LMCacheStore.touch_s", 0.0)
-    async with store_at(port, "?max_bytes=20002") as store:
+async def test_of_one_set_the_block_used_longest_ago_goes(port: int) -> None:
+    async with store_at(port, "?max_bytes=20002", TouchingStore) as store:
         for index in range(store.sets.ways):
             await store.put([block_of(index)])
         assert await fetch(store, [0]) == [True]
@@ -190,9 +216,8 @@ async def test_what_cannot_be_read_is_not_there(port: int, spoilt: bytes) -> Non
         assert await fetch(store, [0]) == [True]
 
 
-async def test_notes_in_one_place_are_not_taken_for_one_another(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.store.media.lmcache.NUM_NOTE_SLOTS", 1)
-    async with store_at(port) as store:
+async def test_notes_in_one_place_are_not_taken_for_one_another(port: int) -> None:
+    async with store_at(port, kind=OneNoteStore) as store:
         await store.write_note("a", b"one", 60.0)
         await store.write_note("b", b"two", 60.0)
         assert [await store.read_note(name) for name in "ab"] == [None, b"two"]

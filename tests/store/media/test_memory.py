@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -11,17 +12,39 @@ import pytest
 
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
+from kvferry.store.arena import Arena
 from kvferry.store.base import Put
+from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.media.memory import MemoryStore
+from kvferry.store.media.memory_index import MemoryIndex
 from kvferry.store.table import find_store
-from kvferry.testing.stores import LAYOUT, block_of, names_of
+from kvferry.testing.stores import LAYOUT, block_of, fetch, names_of
 
 LARGE = msgspec.structs.replace(LAYOUT, block_size=2048)
 """Its blocks take megabytes."""
 
 
-def store_of(size: str, folder: Path, layout: KVLayout = LAYOUT) -> MemoryStore:
-    store = find_store(f"memory:{size}?name={folder.name}").make(layout)
+class DeadArena(Arena):
+    """The arena as a process attached to it that is gone."""
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        return 2**22 + 1, 7  # no process has this id
+
+
+class ArenaMachine(Machine):
+    """This machine. `names`: of the arenas that stores have attached to, with their sizes."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+
+    def arena(self, name: str, num_bytes: int) -> Arena:
+        self.names[name] = num_bytes
+        return super().arena(name, num_bytes)
+
+
+def store_of(size: str, folder: Path, layout: KVLayout = LAYOUT, machine: Machine = MACHINE) -> MemoryStore:
+    store = find_store(f"memory:{size}?name={folder.name}").make(layout, machine)
     assert isinstance(store, MemoryStore)
     return store
 
@@ -29,11 +52,12 @@ def store_of(size: str, folder: Path, layout: KVLayout = LAYOUT) -> MemoryStore:
 @pytest.mark.parametrize("size", [200_000, 1 << 20, 2 << 20, 40_000_000])
 def test_blocks_and_notes_fit_into_the_size(size: int, tmp_path: Path) -> None:
     async def use() -> None:
-        store = store_of(str(size), tmp_path)
+        machine = ArenaMachine()
+        store = store_of(str(size), tmp_path, machine=machine)
         await store.open()
         try:
-            assert store._arena is not None
-            assert len(store._arena.buffer) <= size
+            [num_bytes] = machine.names.values()
+            assert num_bytes <= size
             assert store.num_slots >= (size * 3 // 4 - 170_000) // 8000
             assert await store.put([block_of(0)]) == [Put.STORED]
             for number in range(8):
@@ -64,18 +88,19 @@ def test_slots_that_a_dead_process_was_writing_come_back_in_a_store_of_many(tmp_
     """They are looked for now and then only, since a look takes long where there are many."""
 
     async def use() -> None:
-        store = find_store(f"memory:?num_blocks=200&name={tmp_path.name}").make(LAYOUT)
-        assert isinstance(store, MemoryStore)
+        machine = ArenaMachine()
+        store = find_store(f"memory:?num_blocks=200&name={tmp_path.name}").make(LAYOUT, machine)
         await store.open()
         try:
-            index = store._index
-            index._identity, identity = (2**22 + 1, 7), index._identity  # no process has this id
-            with index.locked():
-                assert all(index.reserve() is not None for _ in range(5))
-            index._identity = identity
+            [(name, num_bytes)] = machine.names.items()
+            with closing(DeadArena(name, num_bytes)) as arena:
+                index = MemoryIndex(arena, 200, "lru")
+                with index.locked():
+                    assert all(index.reserve() is not None for _ in range(5))
+                index.release_memory()
             await store.put([block_of(number) for number in range(205)])
             await store.put([block_of(number) for number in range(205, 220)])
-            assert index.num_kept() == 200
+            assert sum(await fetch(store, range(220))) == 200
         finally:
             await store.close()
 

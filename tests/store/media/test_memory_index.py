@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from killed_writers import NUM_KILLS, kill_writers
 from trouble import TroubledMachine, is_true, run
 
+from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.errors import StoreError
 from kvferry.store.base import Put
-from kvferry.store.table import find_stores
+from kvferry.store.eviction.fifo import Fifo
+from kvferry.store.media.memory import MemoryStore
+from kvferry.store.media.memory_index import MemoryIndex
+from kvferry.store.table import find_store, find_stores
 from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, block_of, fetch, names_of
 from support.waiting import eventually
@@ -62,44 +70,78 @@ def test_a_process_that_stops_with_the_lock_is_not_waited_for_without_end(tmp_pa
     run([url], use, machine=machine)
 
 
-def test_the_lock_of_shared_memory_looks_no_policy_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class CountedFifo(Fifo):
+    """`num_made`: number of policies made."""
+
+    num_made = 0
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        CountedFifo.num_made += 1
+
+
+def test_the_lock_of_shared_memory_looks_no_policy_up_again(tmp_path: Path) -> None:
     """To find one takes longer than all else that is done under the lock."""
 
     async def use(store: TieredStore) -> None:
         await store.put([block_of(0)])
-        made = []
-        monkeypatch.setattr("kvferry.store.media.memory_index.make_eviction_policy", lambda *named: made.append(named))
+        before = CountedFifo.num_made
+        assert before > 0
         await store.put([block_of(1)])
         assert await fetch(store, [0, 1]) == [True, True]
-        assert made == []
+        assert CountedFifo.num_made == before
 
-    run([f"memory:8MiB?name={tmp_path.name}"], use)
+    run([f"memory:8MiB?name={tmp_path.name}&eviction={__name__}:CountedFifo"], use)
 
 
-def test_slots_of_a_put_that_fails_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class FaultyIndex(MemoryIndex):
+    """An index with faults: "lock" fails each second time that the lock is taken, "reserve" at each fourth slot."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.fault = ""
+        self._num_calls = 0
+
+    def _fails(self, fault: str, every: int) -> bool:
+        self._num_calls += self.fault == fault
+        return self.fault == fault and self._num_calls % every == 0
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        if self._fails("lock", 2):
+            raise StoreError("the lock could not be had")
+        with super().locked():
+            yield
+
+    def reserve(self) -> tuple[int, BlockHash | None] | None:
+        if self._fails("reserve", 4):
+            raise ZeroDivisionError("a bug")
+        return super().reserve()
+
+
+class FaultyStore(MemoryStore):
+    """A store with a faulty index: `index`."""
+
+    index: FaultyIndex
+
+    def index_type(self, *arguments: Any) -> FaultyIndex:  # type: ignore[override]
+        self.index = FaultyIndex(*arguments)
+        return self.index
+
+
+def test_slots_of_a_put_that_fails_are_not_lost(tmp_path: Path) -> None:
     async def use(store: TieredStore) -> None:
         memory = store.tiers[0].store
-        fill, take = memory._fill, memory._index.reserve  # type: ignore[attr-defined]
-        takes = iter(range(100))
-
-        def no_fill(*arguments: object) -> None:
-            raise StoreError("the lock could not be had")
-
-        def no_take() -> object:
-            if next(takes) % 4 == 3:
-                raise ZeroDivisionError("a policy with a bug")
-            return take()
-
-        for name, broken, right in (("_fill", no_fill, fill), ("reserve", no_take, take)):
-            owner = memory if name == "_fill" else memory._index  # type: ignore[attr-defined]
+        assert isinstance(memory, FaultyStore)
+        for fault in ("lock", "reserve"):
             for _ in range(4):
-                setattr(owner, name, broken)
+                memory.index.fault = fault
                 with pytest.raises((StoreError, ZeroDivisionError)):
                     await memory.put([block_of(index) for index in range(4)])
-            setattr(owner, name, right)
+            memory.index.fault = ""
             assert await memory.put([block_of(index) for index in range(4)]) == [Put.STORED] * 4
             assert await memory.put([block_of(index) for index in range(4, 8)]) == [Put.STORED] * 4
             assert await fetch(memory, range(8)) == [True] * 8
             await memory.delete(names_of(8))
 
-    run([f"memory:?num_blocks=8&name={tmp_path.name}"], use)
+    run([replace(find_store(f"memory:?num_blocks=8&name={tmp_path.name}"), kind=FaultyStore)], use)

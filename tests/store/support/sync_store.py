@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.store.base import Block, Put, Read
+from kvferry.store.disk import DISK, Disk
+from kvferry.store.machine import Machine
 from kvferry.store.media import file
+from kvferry.store.media.file_room import SUFFIX, folder_name
 
 Result = TypeVar("Result")
 
@@ -21,8 +24,11 @@ OPEN: list[FileStore] = []
 class FileStore:
     """`options`: those of the URL."""
 
-    def __init__(self, root: Path | str, layout: KVLayout, **options: Any) -> None:
-        self.inner = file.FileStore(os.fspath(root), file.FileOptions(**options), layout)
+    def __init__(self, root: Path | str, layout: KVLayout, disk: Disk = DISK, **options: Any) -> None:
+        machine = Machine()
+        machine.disk = disk
+        self.inner = file.FileStore(os.fspath(root), file.FileOptions(**options), layout, machine)
+        self.folder = Path(root) / folder_name(layout.fingerprint(), self.inner.records.codec.name)
         self.file_bytes = self.inner.records.max_record_bytes
         self._loop = asyncio.new_event_loop()
         OPEN.append(self)
@@ -58,7 +64,8 @@ class FileStore:
         return [name for changes in self.inner.activity.take_changes() for name in changes.removed]
 
     def path(self, block_hash: bytes) -> Path:
-        return Path(self.inner._path(block_hash))
+        name = block_hash.hex()
+        return self.folder / name[:2] / f"{name}{SUFFIX}"
 
     def statistics(self) -> dict[str, float]:
         return self.inner.statistics()

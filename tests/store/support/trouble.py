@@ -19,7 +19,7 @@ from kvferry.store.access import FileAccess
 from kvferry.store.arena import Arena
 from kvferry.store.disk import Disk
 from kvferry.store.machine import MACHINE, Machine
-from kvferry.store.table import find_stores
+from kvferry.store.table import StoreSpec, find_store
 from kvferry.store.tiered.tier import TierTimes
 from kvferry.store.tiered.tiers import TieredStore, WritePolicy
 from kvferry.testing.stores import LAYOUT, name_of
@@ -29,16 +29,17 @@ QUICK = TierTimes(first_pause_s=0.01, max_pause_s=0.05)
 
 
 def run(
-    urls: list[str],
+    stores: Sequence[str | StoreSpec],
     use: Callable[[TieredStore], Awaitable[None]],
     write: WritePolicy = "through",
     machine: Machine = MACHINE,
     times: TierTimes = QUICK,
 ) -> None:
-    """`use` a store of these tiers, which is opened and closed."""
+    """`use` a store of these tiers, which is opened and closed. `stores`: their URLs or specifications."""
+    specs = [find_store(store) if isinstance(store, str) else store for store in stores]
 
     async def main() -> None:
-        store = TieredStore(find_stores(urls), LAYOUT, write, machine, times)
+        store = TieredStore(specs, LAYOUT, write, machine, times)
         await store.open()
         try:
             await use(store)

@@ -7,14 +7,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from trouble import QUICK, TroubledMachine, is_true, run
 
 from kvferry.core.errors import StoreError
 from kvferry.store.base import Block, Put, Read, SharedStore
-from kvferry.store.table import find_stores
+from kvferry.store.media.file import FileStore
+from kvferry.store.table import StoreSpec, find_store, find_stores
 from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, block_of, fetch, names_of, read_of
 from support.waiting import eventually
@@ -126,32 +127,61 @@ def test_calls_that_wait_together_are_cut_off_together(tmp_path: Path) -> None:
     run([f"file:{tmp_path}?deadline_s=0.05"], use, machine=machine)
 
 
-def test_a_store_that_moves_blocks_too_slowly_is_left_alone_until_it_is_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class TroubledFile(FileStore):
+    """A store whose reads take `pause_s` longer, and whose methods in `failing` raise."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.pause_s = 0.0
+        self.num_reads = 0
+        self.failing: dict[str, Exception] = {}
+
+    def _require_works(self, method: str) -> None:
+        if error := self.failing.get(method):
+            raise error
+
+    async def match(self, hashes: Sequence[bytes]) -> int:
+        self._require_works("match")
+        return await super().match(hashes)
+
+    async def get(self, reads: Sequence[Read]) -> list[bool]:
+        hits = await super().get(reads)
+        await asyncio.sleep(self.pause_s)
+        self.num_reads += 1
+        return hits
+
+    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+        self._require_works("put")
+        return await super().put(blocks)
+
+
+def troubled_file(url: str) -> StoreSpec:
+    return replace(find_store(url), kind=TroubledFile)
+
+
+def troubled_store(store: TieredStore) -> TroubledFile:
+    """The first tier's store."""
+    first = store.tiers[0].store
+    assert isinstance(first, TroubledFile)
+    return first
+
+
+def test_a_store_that_moves_blocks_too_slowly_is_left_alone_until_it_is_faster(tmp_path: Path) -> None:
     """It answers what moves no block: only blocks tell whether it is fast again."""
 
     async def use(store: TieredStore) -> None:
         [tier] = store.tiers
         await store.put([block_of(0)])
-        get, pause = tier.store.get, [0.2]
-
-        async def slow(reads: Any) -> Any:
-            found = await get(reads)
-            await asyncio.sleep(pause[0])
-            looked.set()
-            return found
-
-        looked = asyncio.Event()
-        monkeypatch.setattr(tier.store, "get", slow)
+        slow = troubled_store(store)
+        slow.pause_s = 0.2
         assert await store.get([read_of(0)]) == [False]
-        await looked.wait()
+        await eventually(lambda: slow.num_reads > 0)
         assert not tier.is_up
-        pause[0] = 0
+        slow.pause_s = 0.0
         await eventually(lambda: tier.is_up)
         assert await fetch(store, [0]) == [True]
 
-    run([f"file:{tmp_path}?deadline_s=0.05"], use)
+    run([troubled_file(f"file:{tmp_path}?deadline_s=0.05")], use)
 
 
 def test_a_store_that_hangs_within_a_long_put_is_not_given_all_of_its_time(tmp_path: Path) -> None:
@@ -174,11 +204,13 @@ class Endless(SharedStore):
     """Does what it is told to, or else never returns, and holds up the whole loop that it is called on."""
 
     stuck = ""
+    gates: ClassVar[list[threading.Event]] = []
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.blocks: dict[bytes, list[bytes]] = {}
         self.gate = threading.Event()
+        self.gates.append(self.gate)
 
     def _pass(self, name: str) -> None:
         if self.stuck == name:
@@ -226,10 +258,12 @@ class Endless(SharedStore):
         self._pass("close")
 
 
+class EndlessFromOpen(Endless):
+    stuck = "open"
+
+
 @pytest.mark.parametrize("stuck", ["open", "match", "get", "put", "write_note", "read_note", "close"])
-def test_a_store_of_another_package_that_never_returns(
-    stuck: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_of_another_package_that_never_returns(stuck: str, tmp_path: Path) -> None:
     """It does not even let others have its loop."""
     times = replace(QUICK, put_s=0.1, open_s=0.1, close_s=0.1, loop_close_s=0.1)
 
@@ -254,38 +288,27 @@ def test_a_store_of_another_package_that_never_returns(
                 await eventually(lambda: store.tiers[0].is_up)
         assert [bytes(view) for view in read.into] != before
 
-    monkeypatch.setattr(Endless, "stuck", "open" if stuck == "open" else "")
-    gates: list[threading.Event] = []
-    make = Endless.__init__
-
-    def noted(store: Endless, *arguments: Any) -> None:
-        make(store, *arguments)
-        gates.append(store.gate)
-
-    monkeypatch.setattr(Endless, "__init__", noted)
+    kind = "EndlessFromOpen" if stuck == "open" else "Endless"
     try:
-        run([f"{__name__}:Endless?deadline_s=0.1", f"file:{tmp_path}"], use, times=times)
+        run([f"{__name__}:{kind}?deadline_s=0.1", f"file:{tmp_path}"], use, times=times)
     finally:
-        for gate in gates:
+        for gate in Endless.gates:
             gate.set()
         for thread in threading.enumerate():
             if thread.name == "kvferry-store-apart":
                 thread.join(20)
 
 
-def test_a_store_that_takes_nothing_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(*_: object) -> None:
-        raise StoreError("it is read-only")
-
+def test_a_store_that_takes_nothing_is_still_read(tmp_path: Path) -> None:
     async def use(store: TieredStore) -> None:
         [tier] = store.tiers
         await store.put([block_of(0)])
-        monkeypatch.setattr(tier.store, "put", refuse)
+        troubled_store(store).failing["put"] = StoreError("it is read-only")
         assert await store.put([block_of(1)]) == [Put.DROPPED]
         assert (tier.is_up, tier.takes) == (True, False)
         assert await fetch(store, [0, 1]) == [True, False]
 
-    run([f"file:{tmp_path}"], use)
+    run([troubled_file(f"file:{tmp_path}")], use)
 
 
 def test_what_comes_to_a_closed_store_is_dropped_without_a_warning_that_it_is_full(
@@ -303,14 +326,11 @@ def test_what_comes_to_a_closed_store_is_dropped_without_a_warning_that_it_is_fu
     assert not caplog.messages
 
 
-def test_a_mistake_in_one_tier_s_code_is_that_tier_s_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*arguments: object) -> int:
-        raise ZeroDivisionError("a bug")
-
+def test_a_mistake_in_one_tier_s_code_is_that_tier_s_failure(tmp_path: Path) -> None:
     async def use(store: TieredStore) -> None:
         await store.put([block_of(0)])
-        monkeypatch.setattr(store.tiers[0].store, "match", broken)
+        troubled_store(store).failing["match"] = ZeroDivisionError("a bug")
         assert await store.match(names_of(1)) == 1
         assert not store.tiers[0].is_up
 
-    run([f"memory:?num_blocks=8&name={tmp_path.name}", f"file:{tmp_path}"], use)
+    run([troubled_file(f"file:{tmp_path}/first"), f"file:{tmp_path}/second"], use)

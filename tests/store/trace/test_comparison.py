@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -88,8 +89,8 @@ class Counted(Lru):
 
     most = 0
 
-    def _insert(self, key: Key, now: float, parent: Key | None) -> None:
-        super()._insert(key, now, parent)
+    def insert(self, key: Key, now: float, parent: Key | None = None) -> None:
+        super().insert(key, now, parent)
         Counted.most = max(Counted.most, len(self))
 
 
@@ -107,9 +108,13 @@ def test_memory_of_the_optimum_is_bounded() -> None:
     for request in requests:
         uses.request(request)
     optimum = OptimalCache(10, uses)
-    for request in requests:
-        optimum.request(request)
-        assert len(optimum._farthest) <= 4 * 10 + 1024 + 1
+    tracemalloc.start()
+    try:
+        for request in requests:
+            optimum.request(request)
+        assert tracemalloc.get_traced_memory()[1] < 200_000, "a use of each hit would take 400 kB"
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

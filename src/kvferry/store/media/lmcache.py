@@ -47,8 +47,6 @@ from kvferry.store.threads import Stop, Threads
 Item = TypeVar("Item")
 WAYS = 8
 """Slots in a set."""
-NUM_NOTE_SLOTS = 2**18
-"""Slots for notes, shared by all layouts."""
 BATCH_BYTES = 64 * 2**20
 """Maximum bytes of blocks that are encoded, or sent, or received at a time."""
 PIN_TRIES = 3
@@ -80,6 +78,9 @@ class LMCacheStore(SharedStore):
 
     touch_s = 60.0
     """A block's time of use in the index is renewed only if it is older than this, to spare the server."""
+    num_note_slots = 2**18
+    """Slots for notes, shared by all layouts."""
+    client_type: type[LMCacheClient] = LMCacheClient
 
     options_type = LMCacheOptions
     options: LMCacheOptions
@@ -99,7 +100,7 @@ class LMCacheStore(SharedStore):
         self._max_pinned = max(1, int(share * ways)) if share else 0
         """Number of slots of a set that can be pinned: at least one, unless `pinned_share` is 0."""
         name = f"kvferry.{layout.fingerprint()}.{self.records.codec.name}.{num_sets}.{ways}"
-        self.client = LMCacheClient(host, port)
+        self.client = self.client_type(host, port)
         self.sets = LMCacheSets(self.client, f"{host}:{port}", name, num_sets, ways)
         self._threads = Threads(2, "kvferry-lmcache-codec")
         self._put_lock = asyncio.Lock()
@@ -170,12 +171,12 @@ class LMCacheStore(SharedStore):
         """Replaces the note in the same slot, if any."""
         require_short_note(content)
         until = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(8, "little")
-        key, digest = _note_slot(name)
+        key, digest = self._note_slot(name)
         await self.client.put([(key, until + digest + content)])
 
     async def read_note(self, name: str) -> bytes | None:
         """The note, unless it has expired or another note overwrote its slot."""
-        key, digest = _note_slot(name)
+        key, digest = self._note_slot(name)
         [value] = await self.client.get([key], 40 + MAX_NOTE_BYTES)
         if not isinstance(value, bytes) or value[8:40] != digest:
             return None
@@ -183,7 +184,12 @@ class LMCacheStore(SharedStore):
 
     async def remove_note(self, name: str) -> None:
         if await self.read_note(name) is not None:
-            await self.client.put([(_note_slot(name)[0], b"")])
+            await self.client.put([(self._note_slot(name)[0], b"")])
+
+    def _note_slot(self, name: str) -> tuple[str, bytes]:
+        """The key of a note's slot, and the digest that distinguishes the note from others in that slot."""
+        digest = hashlib.sha256(name.encode()).digest()
+        return f"kvferry.notes@1@0@{int.from_bytes(digest[:8], 'little') % self.num_note_slots:x}@uint8", digest
 
     # One batch.
 
@@ -331,12 +337,6 @@ class LMCacheStore(SharedStore):
     def _parts(self, items: Sequence[Item]) -> list[Sequence[Item]]:
         part_size = max(1, BATCH_BYTES // self.records.max_record_bytes)
         return [items[first : first + part_size] for first in range(0, len(items), part_size)]
-
-
-def _note_slot(name: str) -> tuple[str, bytes]:
-    """The key of a note's slot, and the digest that distinguishes the note from others in that slot."""
-    digest = hashlib.sha256(name.encode()).digest()
-    return f"kvferry.notes@1@0@{int.from_bytes(digest[:8], 'little') % NUM_NOTE_SLOTS:x}@uint8", digest
 
 
 def _address_of(location: str) -> tuple[str, int]:

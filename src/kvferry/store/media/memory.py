@@ -67,6 +67,7 @@ class MemoryStore(SharedStore, LayerStore):
     options: MemoryOptions
     ends_calls = True
     medium = "CPU"
+    index_type: type[MemoryIndex] = MemoryIndex
 
     def __init__(self, location: str, options: MemoryOptions, layout: KVLayout, machine: Machine = MACHINE) -> None:
         super().__init__(location, options, layout, machine)
@@ -118,7 +119,7 @@ class MemoryStore(SharedStore, LayerStore):
         name = f"memory-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
         total = self._slots_at + self._num_slots * self._slot_bytes
         arena = self.machine.arena(name, total)
-        self._index = MemoryIndex(arena, self._num_slots, options.eviction)
+        self._index = self.index_type(arena, self._num_slots, options.eviction)
         self._notes = MemoryNotes(arena, self._notes_at, self._num_notes)
         self._arena = arena
 
