@@ -77,7 +77,7 @@ def runner(side: Recorder, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", make_connector(side, on_gpu=on_gpu))
     context: Any = SimpleNamespace()
     with override_forward_context(context):
-        yield Runner(ActiveKVConnector(None, {}), side)  # type: ignore[arg-type]
+        yield Runner(ActiveKVConnector(None, {}), side)
 
 
 def test_layers_are_announced_as_they_come(runner: Runner, side: Recorder) -> None:

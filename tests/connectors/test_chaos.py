@@ -12,10 +12,10 @@ from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout, sharded
 from pipe_support import KINDS
 
-from kvferry.connectors.p2p import worker
 from kvferry.core.errors import LeaseEnded
 from kvferry.core.messages.hand_off import Consume, HandOff, Produce, parse_hand_off
 from kvferry.testing import tickets
+from support.eager_p2p import EagerWorkerSide
 from support.libraries import require_library
 
 CONNECTORS = {
@@ -202,12 +202,14 @@ def test_whatever_happens_over_other_media(
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ["p2p-shm", "p2p-tcp", "storage-layerwise"])
 def test_whatever_happens_to_shared_prefixes(
-    make_engine: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seed: int
+    make_engine: Callable[..., FakeEngine], tmp_path: Path, name: str, seed: int
 ) -> None:
     """Blocks that another request computes in the same step."""
-    monkeypatch.setattr(worker, "GATHER_BYTES", 0)
     connector, options = CONNECTORS[name]
-    suffer(make_engine, tmp_path, connector, {**options, "shares_prefixes": True}, seed, num_sharing=11)
+    options = {**options, "shares_prefixes": True}
+    if connector == "P2pConnector":
+        options["build_worker"] = EagerWorkerSide
+    suffer(make_engine, tmp_path, connector, options, seed, num_sharing=11)
 
 
 def suffer(

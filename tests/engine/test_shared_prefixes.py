@@ -29,9 +29,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tight": {"max_num_batched_tokens": 256, "max_num_seqs": 32, "kv_cache_memory": "1MiB"},
 }
 CONNECTORS: dict[str, tuple[str, dict[str, Any]]] = {
-    "p2p": ("P2pConnector", {"transport": "shm"}),
+    "p2p": ("EagerP2pConnector", {"transport": "shm"}),
     "storage": ("SharedStorageConnector", {"load": "layerwise"}),
 }
+MODULES = {"EagerP2pConnector": "support.eager_p2p"}
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +56,17 @@ def greedy(num_tokens: int) -> SamplingParams:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("connector", ["p2p", pytest.param("storage", marks=pytest.mark.full)])
 def test_answers_are_those_of_one_engine(
-    connector: str, setting: str, form: str, alone: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connector: str, setting: str, form: str, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("kvferry.connectors.p2p.worker.GATHER_BYTES", 0)  # these layers are small
     name, extra = CONNECTORS[connector]
     if connector == "storage":
         extra = {**extra, "shared_storage_path": str(tmp_path)}
     settings = {"block_size": 8, **SETTINGS[setting]}
     decode = {"block_size": 8, "max_num_seqs": 32, "kv_cache_memory": settings.get("kv_cache_memory", "64MiB")}
-    with pair_of(alone["model"], name, extra=extra, prefill=settings, decode=decode) as pair:
+    module = MODULES.get(name)
+    with pair_of(
+        alone["model"], name, extra=extra, prefill=settings, decode=decode, kv_connector_module_path=module
+    ) as pair:
         wrong = []
         for prompts, expected in zip(alone["waves"], alone["answers"], strict=True):
             found = [answer.tokens for answer in pair.run(prompts, greedy(NUM_TOKENS[setting]), form)]

@@ -472,7 +472,7 @@ def test_a_load_and_its_end_in_one_step(make: MakeEngine) -> None:
     prefill = producer.run(produced(PROMPT))
     decode = consumer.add(consumed(PROMPT, prefill.ticket))
     while decode.state == "waiting":
-        consumer._admit(decode)
+        consumer.admit(decode)
     consumer.abort(decode)
     assert consumer.held == {}
 

@@ -4,17 +4,16 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import pytest
 from fake_engine import FakeEngine, FakeRequest, ProducerEngine, consumed, produced
+from hooked_fabric import with_reads
 from kv_support import BlockRegion, make_layout
 
 from kvferry.connectors.api import ConnectorContext, Hit, Miss, Pending
-from kvferry.connectors.p2p import worker
 from kvferry.connectors.p2p.plan import P2pPlan, Save
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.connectors.p2p.worker import P2pWorkerSide
@@ -32,8 +31,10 @@ from kvferry.core.messages.hand_off import Consume, Produce
 from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.testing import tickets
-from kvferry.transport.fabric.shm import ShmPeer
+from kvferry.transport.fabric.base import FABRICS
+from kvferry.transport.fabric.shm import ShmFabric
 from kvferry.transport.memory import BlockMemory
+from support.eager_p2p import EagerWorkerSide
 from support.waiting import eventually
 
 MakeEngine = Callable[..., FakeEngine]
@@ -90,9 +91,8 @@ def test_prefill_and_decode_at_the_same_time(pair: tuple[FakeEngine, FakeEngine]
     assert (decode.error, decode.num_computed_here) == (None, 0)
 
 
-def test_layers_arrive_before_the_prefill_is_done(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "GATHER_BYTES", 0)  # these layers are small
-    producer, consumer = make_pair(make_engine)
+def test_layers_arrive_before_the_prefill_is_done(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine, build_worker=EagerWorkerSide)
     decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
     consumer.step()
     prefill = producer.add(produced(PROMPT))
@@ -118,15 +118,15 @@ def test_layers_arrive_before_the_prefill_is_done(make_engine: MakeEngine, monke
 def test_the_first_token_comes_before_the_kv(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    go_on, read = threading.Event(), ShmPeer.read
+    go_on = threading.Event()
 
-    async def read_late(peer: ShmPeer, remote: Any, local: Any, deadline: float) -> None:
+    async def read_late(read: Callable[[], Awaitable[None]], *_: object) -> None:
         await eventually(go_on.is_set, every_s=0.001)
         if lost:
             raise PeerLost("gone")
-        await read(peer, remote, local, deadline)
+        await read()
 
-    monkeypatch.setattr(ShmPeer, "read", read_late)
+    monkeypatch.setitem(FABRICS.table, "shm", with_reads(ShmFabric, read_late))
     producer, consumer = make_pair(make_engine)
     decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
     consumer.step()
@@ -214,12 +214,9 @@ def test_a_preempted_prefill_is_handed_off_from_its_new_blocks(pair: tuple[FakeE
 
 
 @pytest.mark.parametrize("chunk", [4, 100])
-def test_blocks_that_another_request_of_the_step_computes(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_blocks_that_another_request_of_the_step_computes(make_engine: MakeEngine, chunk: int) -> None:
     """They count as cached, and are not there yet. (The engine looks at all that is announced.)"""
-    monkeypatch.setattr(worker, "GATHER_BYTES", 0)
-    producer, consumer = make_pair(make_engine, chunk=chunk)
+    producer, consumer = make_pair(make_engine, chunk=chunk, build_worker=EagerWorkerSide)
     decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
     consumer.step()
     first = producer.add(FakeRequest("first", PROMPT))
@@ -235,22 +232,19 @@ def test_blocks_that_another_request_of_the_step_computes(
 @pytest.mark.parametrize("whose", ["its own", "another's"])
 def test_blocks_that_are_computed_again(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
     """After a load that failed: what was announced of them was worth nothing, and the consumer has read it."""
-    monkeypatch.setattr(worker, "GATHER_BYTES", 0)
-    producer, consumer = make_pair(make_engine)
+    num_reads = 0
+
+    async def count(read: Callable[[], Awaitable[None]], *_: object) -> None:
+        nonlocal num_reads
+        await read()
+        num_reads += 1
+
+    monkeypatch.setitem(FABRICS.table, "shm", with_reads(ShmFabric, count))
+    producer, consumer = make_pair(make_engine, build_worker=EagerWorkerSide)
     decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
     consumer.step()
     first = producer.add(FakeRequest("first", PROMPT))
     second = producer.add(FakeRequest("second", PROMPT, Produce("t"), shares=(first, 2)))
-    read = ShmPeer.read
-    num_reads = 0
-
-    async def counting(*arguments: Any, **named: Any) -> Any:
-        nonlocal num_reads
-        found = await read(*arguments, **named)
-        num_reads += 1
-        return found
-
-    monkeypatch.setattr(ShmPeer, "read", counting)
     producer.lose(**({"first": 0, "second": 8} if whose == "its own" else {"first": 0}))
     assert producer.wrongly_announced
     producer.wrongly_announced.clear()
@@ -341,7 +335,7 @@ def test_a_load_and_its_cancel_in_one_step(make_engine: MakeEngine) -> None:
     producer, consumer = make_pair(make_engine)
     prefill = producer.run(produced(PROMPT))
     decode = consumer.add(consumed(PROMPT, prefill.ticket))
-    consumer._admit(decode)
+    consumer.admit(decode)
     assert decode.state == "loading"
     consumer.abort(decode)
     assert not consumer.held, "it was never begun, so nothing is written"
@@ -644,13 +638,15 @@ def context(**extra: object) -> ConnectorContext:
 
 
 @pytest.mark.parametrize("complete", [False, True])
-def test_a_device_is_waited_for_unless_the_engine_has_done_so(
-    monkeypatch: pytest.MonkeyPatch, *, complete: bool
-) -> None:
+def test_a_device_is_waited_for_unless_the_engine_has_done_so(*, complete: bool) -> None:
     """With host memory in place of a device's."""
     waits: list[str] = []
-    monkeypatch.setattr(worker, "device_wait", lambda device: lambda: waits.append(device))
-    side = P2pWorkerSide(replace(context(), saves_are_complete=complete))
+
+    class DeviceSide(P2pWorkerSide):
+        def device_wait(self, device: str) -> Callable[[], None]:
+            return lambda: waits.append(device)
+
+    side = DeviceSide(replace(context(), saves_are_complete=complete))
     region = BlockRegion(make_layout(), 4, seed=1)
     try:
         side.register(region.memory)

@@ -2,26 +2,29 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from typing import Any
 
 import msgspec
 import pytest
 from fake_engine import FakeEngine, FakeRequest, consumed, produced
+from hooked_fabric import with_reads
 from kv_support import make_layout, sharded
 
 from kvferry.connectors.api import Failed, Hit
 from kvferry.connectors.p2p.plan import P2pPlan
+from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ChecksumMismatch, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
 from kvferry.core.messages.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.testing import tickets
-from kvferry.transport.fabric.shm import MEMORY, ShmPeer
-from kvferry.transport.fabric.tcp import TcpPeer
-from kvferry.transport.memory import columns
+from kvferry.transport.fabric.base import FABRICS
+from kvferry.transport.fabric.shm import MEMORY, ShmFabric
+from kvferry.transport.fabric.tcp import TcpFabric
+from kvferry.transport.memory import BlockMemory, Span, columns
 
 MakeEngine = Callable[..., FakeEngine]
 PROMPT = list(range(100, 119))
@@ -216,15 +219,30 @@ def test_a_ticket_that_names_one_rank_twice(make_engine: MakeEngine) -> None:
 # What goes wrong on one of several ranks.
 
 
-def test_a_lost_reader_is_bounded_by_the_lease(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    producer, consumer = make_pair(make_engine, "1 rank to 2", lease_s=0.15)
+class MuteableSide(P2pWorkerSide):
+    """`on_start`: called in place of `start`, if not None."""
+
+    on_start: Callable[[P2pPlan | None], None] | None = None
+
+    def start(self, plan: P2pPlan | None) -> None:
+        (self.on_start or super().start)(plan)
+
+
+def second_rank(engine: FakeEngine) -> MuteableSide:
+    side = engine.workers[1]
+    assert isinstance(side, MuteableSide)
+    return side
+
+
+def test_a_lost_reader_is_bounded_by_the_lease(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine, "1 rank to 2", lease_s=0.15, build_worker=MuteableSide)
     ticket = producer.run(produced(PROMPT)).ticket
-    monkeypatch.setattr(consumer.workers[1], "start", lambda plan: None)
+    second_rank(consumer).on_start = lambda plan: None
     decode = consumer.add(consumed(PROMPT, ticket))
     consumer.step()
     until_free(producer)
     assert producer.worker.statistics()["ended_expired"] == 1
-    monkeypatch.undo()
+    second_rank(consumer).on_start = None
     assert decode.state == "loading"
     consumer.abort(decode)
     until_free(consumer)
@@ -245,19 +263,17 @@ def test_one_of_two_ranks_is_lost(make_engine: MakeEngine) -> None:
         assert decode.num_computed_here == len(PROMPT)
 
 
-def test_a_load_that_fails_on_one_rank_fails_when_no_other_writes(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    producer, consumer = make_pair(make_engine, "1 rank to 2")
+def test_a_load_that_fails_on_one_rank_fails_when_no_other_writes(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine, "1 rank to 2", build_worker=MuteableSide)
     ticket = producer.run(produced(PROMPT)).ticket
 
     def refuse(plan: P2pPlan | None) -> None:
         for load in plan.loads.values() if plan else ():
-            consumer.workers[1].reports.add(Failed(load.request_id, ProtocolError("of this rank alone")))
+            second_rank(consumer).reports.add(Failed(load.request_id, ProtocolError("of this rank alone")))
 
-    monkeypatch.setattr(consumer.workers[1], "start", refuse)
+    second_rank(consumer).on_start = refuse
     decode = consumer.run(consumed(PROMPT, ticket))
-    monkeypatch.undo()
+    second_rank(consumer).on_start = None
     assert isinstance(decode.error, ProtocolError)
     assert decode.num_computed_here == len(PROMPT)
     producer.scheduler.release("t")
@@ -405,19 +421,16 @@ def flipped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Transports that change a bit of whatever they read, the first `flipped[0]` times."""
     left = [10**9]
 
-    def make(read: Any) -> Any:
-        async def read_wrongly(peer: ShmPeer | TcpPeer, remote: Any, local: Any, deadline: float) -> None:
-            await read(peer, remote, local, deadline)
-            if left[0] > 0:
-                left[0] -= 1
-                [address] = peer._local_map.locate(*columns(local[:1]))
-                MEMORY[address] ^= 4
-            await asyncio.sleep(0)
+    async def read_wrongly(read: Callable[[], Awaitable[None]], memory: BlockMemory, local: Sequence[Span]) -> None:
+        await read()
+        if left[0] > 0:
+            left[0] -= 1
+            [address] = memory.map.locate(*columns(local[:1]))
+            MEMORY[address] ^= 4
+        await asyncio.sleep(0)
 
-        return read_wrongly
-
-    for kind in (ShmPeer, TcpPeer):
-        monkeypatch.setattr(kind, "read", make(kind.read))
+    for name, kind in {"shm": ShmFabric, "tcp": TcpFabric}.items():
+        monkeypatch.setitem(FABRICS.table, name, with_reads(kind, read_wrongly))
     return left
 
 
@@ -439,12 +452,13 @@ def test_a_bit_that_flips_on_the_way_is_noticed(
 
 @pytest.mark.parametrize("extra", [{"transport": "shm"}, {"transport": "tcp", "checksum": False}], ids=["shm", "off"])
 def test_without_checksums_it_is_not(make_engine: MakeEngine, extra: dict[str, Any], flipped: list[int]) -> None:
-    producer, consumer = make_pair(make_engine, "2 ranks to 1", **extra)
-    with pytest.raises(AssertionError, match="is wrong"):
+    theirs, ours = SHAPES["2 ranks to 1"]
+    producer = make_engine("P2pConnector", layout=theirs, lease_s=LONG_S, **extra)
+    with (
+        closing(FakeEngine("P2pConnector", ours, **extra)) as consumer,
+        pytest.raises(AssertionError, match="is wrong"),
+    ):
         consumer.run(consumed(PROMPT, producer.run(produced(PROMPT)).ticket))
-    consumer.requests.clear()
-    consumer.free = list(range(consumer.region.memory.num_blocks))
-    consumer.scheduler._fetches.clear()
 
 
 # x prefill and y decode instances.

@@ -8,9 +8,9 @@ import pytest
 from kv_support import BlockRegion, make_layout
 
 from kvferry.connectors.api import ConnectorContext, Released
-from kvferry.connectors.p2p import worker
 from kvferry.connectors.p2p.plan import P2pPlan, Save, Seal
 from kvferry.connectors.p2p.worker import P2pWorkerSide
+from kvferry.core.clock import SYSTEM_CLOCK, Clock, ManualClock
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.transport.lookup_buffer.entries import Cursor
 from kvferry.transport.lookup_buffer.messages import News
@@ -19,29 +19,39 @@ SAVE = P2pPlan(saves=[Save("t", True, 0, [3, 4])])
 NUM_LAYERS = 2
 
 
-@pytest.fixture(params=["host", "device"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What is called when the device is waited for, if there is one; host memory stands in for its own."""
-    waits: list[Callable[[], None]] = []
-    if request.param == "device":
-        monkeypatch.setattr(worker, "device_wait", lambda device: lambda: [wait() for wait in waits])
-        waits.append(lambda: None)
-    return waits
+class DeviceSide(P2pWorkerSide):
+    """On a device, for whose memory host memory stands in. `waits`: called when the device is waited for."""
+
+    waits: list[Callable[[], None]]
+
+    def device_wait(self, device: str) -> Callable[[], None]:
+        self.waits = []
+
+        def wait() -> None:
+            for call in self.waits:
+                call()
+
+        return wait
 
 
 @pytest.fixture
-def side() -> Iterator[P2pWorkerSide]:
-    yield from started()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def side_of_either(device: list[Callable[[], None]]) -> Iterator[P2pWorkerSide]:
-    yield from started()
+def side(clock: ManualClock) -> Iterator[P2pWorkerSide]:
+    yield from started(clock=clock)
 
 
-def started() -> Iterator[P2pWorkerSide]:
+@pytest.fixture(params=[P2pWorkerSide, DeviceSide], ids=["host", "device"])
+def side_of_either(request: pytest.FixtureRequest) -> Iterator[P2pWorkerSide]:
+    yield from started(request.param)
+
+
+def started(kind: type[P2pWorkerSide] = P2pWorkerSide, clock: Clock = SYSTEM_CLOCK) -> Iterator[P2pWorkerSide]:
     config = KVTransferConfig(kv_connector="P2pConnector", kv_connector_extra_config={"transport": "shm"})
-    side = P2pWorkerSide(ConnectorContext(config, make_layout(NUM_LAYERS)))
+    side = kind(ConnectorContext(config, make_layout(NUM_LAYERS), clock=clock))
     region = BlockRegion(make_layout(NUM_LAYERS), 16, seed=1)
     side.register(region.memory)
     yield side
@@ -53,9 +63,7 @@ def told(side: P2pWorkerSide) -> News | None:
     return side.table.news(Cursor("t"))
 
 
-def test_layers_are_announced_when_their_kv_is_there(
-    side_of_either: P2pWorkerSide, device: list[Callable[[], None]]
-) -> None:
+def test_layers_are_announced_when_their_kv_is_there(side_of_either: P2pWorkerSide) -> None:
     side = side_of_either
     seen: list[tuple[str, list[int]]] = []
 
@@ -63,8 +71,8 @@ def test_layers_are_announced_when_their_kv_is_there(
         news = told(side)
         seen.append((what, [part.first_layer for part in news.parts] if news is not None else []))
 
-    if device:
-        device.append(lambda: note("device"))
+    if isinstance(side, DeviceSide):
+        side.waits.append(lambda: note("device"))
     side.start(SAVE)
     note("started")
     for layer in range(NUM_LAYERS):
@@ -76,7 +84,7 @@ def test_layers_are_announced_when_their_kv_is_there(
     side.flush()
     note("no more")
     after = [("flushed", [0, 1]), ("no more", [0, 1])]
-    if device:
+    if isinstance(side, DeviceSide):
         assert seen == [("started", []), ("saved 0", []), ("saved 1", []), ("device", []), *after]
     else:
         assert seen == [("started", []), ("saved 0", [0]), ("saved 1", [0, 1]), *after]
@@ -108,13 +116,16 @@ def fails(*arguments: object) -> bool:
     raise RuntimeError("no room for the key's record")
 
 
-def test_blocks_of_a_request_that_is_over_are_announced_at_once(side: P2pWorkerSide) -> None:
+def test_blocks_of_a_request_that_is_over_are_announced_at_once(side: P2pWorkerSide, clock: ManualClock) -> None:
     side.start(P2pPlan(seals=[Seal("t", "r", b"meta", [3, 4], 480.0)]))
     news = told(side)
     assert news is not None
     assert [part.block_ids for part in news.parts] == [[3, 4]]
     assert news.meta == b"meta"
-    assert side.table._entries["t"].lease_s == 480.0
-    side.table.release("t")
+    clock.advance(479.0)
+    assert side.poll() == []
+    clock.advance(1.0)
+    side.table.expire()
+    assert side.table.statistics()["ended_expired"] == 1
     assert side.poll() == [Released("r")]
     side.check()

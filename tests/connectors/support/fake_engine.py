@@ -239,7 +239,7 @@ class FakeEngine:
         """One step; of running requests, only those `scheduled`, where given."""
         self._woken.clear()
         for request in [request for request in self.requests.values() if request.state == "waiting"]:
-            self._admit(request)
+            self.admit(request)
         running = [r for r in self.requests.values() if r.state == "running" and (scheduled is None or r in scheduled)]
         chunks = [self._chunk(request) for request in running]
         plan = self.scheduler.plan(StepView(chunks, tuple(self.preempted)))
@@ -283,7 +283,8 @@ class FakeEngine:
         self.run_until(lambda: request.state in over and not self.scheduler.has_work())
         return request
 
-    def _admit(self, request: FakeRequest) -> None:
+    def admit(self, request: FakeRequest) -> None:
+        """Begin a waiting request, if there is room."""
         if self.shares_prefixes:
             request.shares, request.cached = self._found_in_cache(request), []
         if request.shares is not None:

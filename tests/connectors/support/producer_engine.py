@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "transport" / "support"))
 from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout
 
-from kvferry.connectors.p2p import worker
+from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.core.messages.hand_off import Produce
 
-worker.GATHER_BYTES = 0
+P2pWorkerSide.gather_bytes = 0
 """What is computed is announced at once, as a test may wait for the first part of it: little of it would else be
 announced only with the rest, unless the announcement of the hand-off's beginning happens to come late enough."""
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import TypeVar
 
 import pytest
 
@@ -47,11 +46,8 @@ class TestLMCache(StoreContract):
 del StoreContract
 
 
-Store = TypeVar("Store", bound=LMCacheStore)
-
-
 @asynccontextmanager
-async def store_at(port: int, query: str = "", kind: type[Store] = LMCacheStore) -> AsyncIterator[Store]:
+async def store_at(port: int, query: str = "", kind: type[LMCacheStore] = LMCacheStore) -> AsyncIterator[LMCacheStore]:
     """A store whose places nobody else has: its `max_bytes` names them."""
     store = replace(find_store(f"lmcache://127.0.0.1:{port}{query}"), kind=kind).make(LAYOUT)
     assert isinstance(store, kind)
@@ -141,6 +137,7 @@ async def test_a_pin_while_another_store_puts_is_not_lost(port: int) -> None:
     ):
         document = list(range(12))
         await puts.put([block_of(index) for index in document])
+        assert isinstance(puts, GatedStore)
         puts.client.is_sending.clear()
         puts.client.gate.clear()
         putting = asyncio.create_task(puts.put([block_of(index) for index in range(100, 124)]))

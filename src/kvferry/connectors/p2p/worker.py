@@ -38,14 +38,13 @@ from kvferry.transport.memory import BlockMemory
 from kvferry.transport.options import options_of
 from kvferry.transport.transfer_loop import call_contained, run_together
 
-GATHER_BYTES = 2 * 2**20
-"""Parts are announced to a consumer when they have this size together: a layer, or several small ones."""
-
 
 class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStatistics):
     """Hands off, and fetches, the KV of one rank. Its settings are `TransportOptions`."""
 
     start_s = 10.0
+    gather_bytes = 2 * 2**20
+    """Parts are announced to a consumer when they have this size together: a layer, or several small ones."""
 
     plan_type = P2pPlan
     gauges = frozenset({"num_loading", "num_keys", "held_bytes", "open_connections"})
@@ -79,14 +78,14 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
             settings.lease_s,
             settings.unsealed_s,
             capacity_bytes=2 * config.kv_buffer_size,
-            gather_bytes=GATHER_BYTES,
+            gather_bytes=self.gather_bytes,
         )
         self.table = EntryTable(memory.geometry, self.context.clock, bounds)
         identity = Identity(config.engine_id, layout)
         self._buffer = lookup_buffer_class(settings).build(
             LookupBufferContext(config, settings, memory, identity, self.context.auth_token, self.table)
         )
-        self._wait_for_device = None if self.context.saves_are_complete else device_wait(memory.device)
+        self._wait_for_device = None if self.context.saves_are_complete else self.device_wait(memory.device)
         keep_lease = config.kv_load_failure_policy == "fail"
         self._arrivals = Arrivals(
             self._buffer, layout, settings.timeout_s, self.reports, keep_lease_on_failure=keep_lease
@@ -94,6 +93,14 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self._loop.start()
         self._service = self._loop.submit(run_together(self._buffer.run(), self._arrivals.run()))
         self._loop.run(self._arrivals.started.wait(), self.start_s)
+
+    def device_wait(self, device: str) -> Callable[[], None] | None:
+        """A function that waits for all work that this thread has queued on the device; None for host memory."""
+        if device == "cpu":
+            return None
+        from kvferry.transport.cuda import copies  # only where KV is on a device
+
+        return copies.device_wait(device)
 
     def address(self) -> dict[str, Any]:
         return {**self._buffer.address(), "engine_id": self._config.engine_id}
@@ -209,12 +216,3 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self.table.check()
         if self._held or self.reports or not self._arrivals.is_empty():
             raise LeakError("the P2P connector still waits for the end of hand-offs")
-
-
-def device_wait(device: str) -> Callable[[], None] | None:
-    """A function that waits for all work that this thread has queued on the device; None for host memory."""
-    if device == "cpu":
-        return None
-    from kvferry.transport.cuda import copies  # only where KV is on a device
-
-    return copies.device_wait(device)
