@@ -50,6 +50,7 @@ def place_of(store: str, state: str, folder: Path, stack: ExitStack) -> OnServer
     if store != "disk":
         return OnServer(store, folder, stack, link=state == "slow")
     disk = HeldUpDisk()
+    disk.install()
     stack.callback(disk.undo)
     return OnDisk(folder, stack, disk.set, mount=state in MOUNTED)
 

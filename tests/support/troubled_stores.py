@@ -153,10 +153,13 @@ class OnDisk:
 
 
 class HeldUpDisk(Disk):
-    """The disk of the stores that this process makes from now on, until `undo`: its calls can be held up."""
+    """A disk whose calls can be held up."""
 
     def __init__(self) -> None:
         self._seconds, self._changed = 0.0, threading.Event()
+
+    def install(self) -> None:
+        """Become the disk of the stores that this process makes from now on, until `undo`."""
         MACHINE.disk = self
 
     def set(self, seconds: float) -> None:

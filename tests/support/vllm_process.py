@@ -209,6 +209,7 @@ class _Server:
         } | engine_args
         config = KVTransferConfig(**kv_transfer) if kv_transfer is not None else None
         self._disk = HeldUpDisk()
+        self._disk.install()
         self._engine = LLM(model=model, kv_transfer_config=config, **settings).llm_engine
         self._core = self._engine.engine_core.engine_core
         self._answers: dict[str, Answer] = {}

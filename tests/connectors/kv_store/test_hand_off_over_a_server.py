@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
 from fake_engine import FakeEngine, FakeRequest, consumed, produced
 
@@ -174,9 +173,12 @@ def test_a_marker_whose_time_is_over_is_none(make: Make, server: ValkeyServer) -
 @pytest.mark.parametrize("expires_s", [float("nan"), float("-inf"), MARKER_S])
 def test_a_marker_with_no_time_is_none(make: Make, server: ValkeyServer, expires_s: float) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer", timeout_s=SHORT_S)
-    marker = Marker(transfer_id="t", layout=producer.layout, num_tokens=len(PROMPT), digest="", expires_s=expires_s)
-    body = msgspec.msgpack.encode(marker)
-    server.send(_command(b"SET", NOTE.encode(), Markers("secret")._code("t.0", body) + body))
+    marker = Marker(transfer_id="t", layout=producer.layout, num_tokens=len(PROMPT), digest="")
+    store, loop = find_store(server.url).make(producer.layout), TransferLoop("test")
+    loop.start()
+    loop.submit(Markers("secret", ManualClock(expires_s - MARKER_S)).write(store, marker)).result(20)
+    loop.submit(store.close()).result(20)
+    loop.close()
     assert isinstance(consumer.run(consumed(PROMPT, early_ticket())).error, TransferTimeout)
 
 

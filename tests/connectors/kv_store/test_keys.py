@@ -12,6 +12,7 @@ from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout, sharded
 
 from kvferry.core.messages.kv_keys import KVTransferParams
+from kvferry.store.access import ACCESS
 from kvferry.store.key_records import BadKeyRecord, KeyNotes, explain_mismatch, make_record
 from kvferry.store.media.file_notes import NoteFiles
 
@@ -57,9 +58,7 @@ def test_a_step_that_stores_keys_ends_when_they_are_stored_on_every_rank(
 def test_a_key_of_one_rank_alone_is_missing(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     producer, consumer = make(), make()
     producer.run(storing(PROMPT, "k"))
-    NoteFiles(tmp_path / "notes", producer.worker._store.tiers[0].store._access).remove(
-        KeyNotes("secret").name("", "k", 1)
-    )
+    NoteFiles(tmp_path / "notes", ACCESS["owner"]).remove(KeyNotes("secret").name("", "k", 1))
     decode = consumer.run(loading(PROMPT, "k"))
     assert decode.num_computed_here == len(PROMPT) % LAYOUT.block_size  # its blocks are there all the same
     assert "'k' is not in the store" in said(caplog)[0]

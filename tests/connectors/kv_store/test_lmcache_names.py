@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kv_support import make_layout
 
-from kvferry.connectors.kv_store import settings
+from kvferry.connectors.api import ConnectorContext
+from kvferry.connectors.kv_store.settings import read_settings
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.transfer_config import KVTransferConfig
@@ -18,7 +20,7 @@ def tiers(**extra: Any) -> list[str]:
         kv_connector_extra_config={name.replace("__", "."): value for name, value in extra.items()},
     )
     find_connector(config).check(config)
-    return [str(spec.url) for spec in settings._read(config).specs()]
+    return [str(spec.url) for spec in read_settings(ConnectorContext(config, make_layout())).specs()]
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,24 @@ def clock() -> ManualClock:
     return ManualClock(100.0)
 
 
+class Recompute(LoadPolicy):
+    """Always decides to load nothing."""
+
+    def decide(self, runs: Sequence[BlockRun], *arguments: object, **options: object) -> LoadDecision:
+        return LoadDecision(LoadMode.RECOMPUTE, 0, 0)
+
+
 @pytest.fixture
 def choice(clock: ManualClock) -> LoadChoice:
+    return make_choice(clock, LoadPolicy)
+
+
+def make_choice(clock: ManualClock, policy: type[LoadPolicy]) -> LoadChoice:
     settings = StoreSettings(store="memory:1MiB", load_policy="measured")
     config = KVTransferConfig(kv_connector="KVStoreConnector")
-    context = ConnectorContext(config, make_layout(), clock=clock, computes_meanwhile=True)
-    return LoadChoice(settings, context, has_layers=True)
+    layout = make_layout()
+    context = ConnectorContext(config, layout, clock=clock, computes_meanwhile=True)
+    return LoadChoice(settings, context, policy(layout.block_bytes, layout.block_size), has_layers=True)
 
 
 def step(start: int = 0, num_tokens: int = 8) -> StepView:
@@ -86,14 +98,10 @@ def test_steps_that_wait_for_layers_say_nothing_of_the_model(choice: LoadChoice,
 
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (16, 0)])
 def test_a_decision_to_compute_counts_once_and_when_it_is_carried_out(
-    choice: LoadChoice, start: int, count: int, monkeypatch: pytest.MonkeyPatch
+    clock: ManualClock, start: int, count: int
 ) -> None:
     """It may be asked for many times, and another connector may load the blocks."""
-
-    def decide(self: LoadPolicy, runs: Sequence[BlockRun], *arguments: object, **named: object) -> LoadDecision:
-        return LoadDecision(LoadMode.RECOMPUTE, 0, 0)
-
-    monkeypatch.setattr(LoadPolicy, "decide", decide)
+    choice = make_choice(clock, Recompute)
     for _ in range(3):
         assert isinstance(choice.choose("a", RUNS, 3, may_compute=True), Miss)
     assert choice.statistics()["load_decisions_recompute"] == 0

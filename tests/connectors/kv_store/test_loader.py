@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import pytest
@@ -125,12 +125,19 @@ def test_a_read_that_never_ends_does_not_hold_the_engine(
     """What comes of it afterwards is not written."""
 
     class Stubborn(HeldStore):
-        async def _pass(self) -> None:
-            passing = asyncio.ensure_future(super()._pass())
+        async def wait_for_gate(self) -> None:
+            passing = asyncio.ensure_future(super().wait_for_gate())
             while not passing.done():  # as one that waits for a thread: cancelling does not end it
                 with suppress(asyncio.CancelledError):
                     await asyncio.shield(passing)
 
+        async def get_layer(self, layer: int, reads: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+            try:
+                return await super().get_layer(layer, reads)
+            finally:
+                asyncio.get_running_loop().call_soon(has_ended.set)
+
+    has_ended = threading.Event()
     store = Stubborn()
     before = region.block(0, 2)
     loader = make_loader(store, timeout_s=0.05)
@@ -138,7 +145,7 @@ def test_a_read_that_never_ends_does_not_hold_the_engine(
     step.wait_layer(0)
     assert step.failed() == {"r"}
     store.gate.set()
-    until(lambda: not loader._tasks)
+    assert has_ended.wait(20)
     assert region.block(0, 2) == before
     reports.take()
     loader.close()

@@ -12,7 +12,6 @@ import pytest
 from kv_support import make_layout
 
 from kvferry.connectors.api import Saved
-from kvferry.connectors.kv_store import markers
 from kvferry.connectors.kv_store.markers import Marker, MarkerProducer, Markers, heartbeat_name
 from kvferry.connectors.kv_store.writer import StoreWriter
 from kvferry.core.errors import StoreError
@@ -53,9 +52,7 @@ class SlowStore:
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferLoop]:
-    monkeypatch.setattr(markers, "HEARTBEAT_S", 0.01)
-    monkeypatch.setattr(markers, "HEARTBEAT_LINGER_S", 0.05)
+def loop() -> Iterator[TransferLoop]:
     loop = TransferLoop("test")
     loop.start()
     yield loop
@@ -66,13 +63,17 @@ def marker(name: str) -> Marker:
     return Marker(transfer_id=name, layout=LAYOUT, num_tokens=4, digest="d")
 
 
+class QuickProducer(MarkerProducer):
+    heartbeat_s, heartbeat_linger_s = 0.01, 0.05
+
+
 class Producer:
     def __init__(self, loop: TransferLoop) -> None:
         self.store: Any = SlowStore()
         self.saved: list[Saved] = []
         self.told = threading.Semaphore(0)
         self.loop, self.writer = loop, StoreWriter(self.store, loop, 1e9)
-        self.producer = MarkerProducer(
+        self.producer = QuickProducer(
             self.store, Markers("secret"), "p", is_writing=lambda: not self.writer.is_empty(), report=self._tell
         )
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kv_support import make_layout
 
-from kvferry.connectors.kv_store import settings
+from kvferry.connectors.api import ConnectorContext
+from kvferry.connectors.kv_store.settings import is_about_stores, read_settings, settings_class
 from kvferry.connectors.registry import KV_STORE, find_connector
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.transfer_config import KVTransferConfig
@@ -19,7 +21,8 @@ def urls(connector: str, extra: dict[str, Any]) -> list[str]:
     config = KVTransferConfig(kv_connector=connector, kv_connector_extra_config=extra)
     spec = find_connector(config)
     spec.check(config)
-    return [str(one.url) for one in settings._read(spec.completed(config)).specs(ENGINE_BLOCK)]
+    context = ConnectorContext(spec.completed(config), make_layout(block_size=ENGINE_BLOCK))
+    return [str(store.url) for store in read_settings(context).specs(ENGINE_BLOCK)]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,6 @@ def test_every_key_is_read_always_or_with_a_key_that_names_stores() -> None:
     """A new key is one or the other."""
     always = {"write", "load", "load_policy", "prefetch", "timeout_s", "key_ttl_s", "key_wait_s"}
     ways = {"store", "shared_storage_path", "num_cpu_blocks", "cpu_bytes_to_use"}
-    keys = set(settings.settings_class("KVStoreConnector").__struct_encode_fields__)
+    keys = set(settings_class("KVStoreConnector").__struct_encode_fields__)
     assert KV_STORE.options.endswith("StoreSettings")
-    assert keys == always | ways | {key for key in keys if settings.is_about_stores(key)}
+    assert keys == always | ways | {key for key in keys if is_about_stores(key)}

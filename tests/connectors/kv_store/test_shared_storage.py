@@ -4,10 +4,11 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from fake_engine import FakeEngine, FakeRequest, ProducerEngine, consumed, lay_out, produced
@@ -37,14 +38,19 @@ from kvferry.core.messages.hand_off import Produce, Ticket
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.store.activity import Changes
 from kvferry.store.base import Read
-from kvferry.store.eviction.learned import UNKNOWN_OUTPUT
+from kvferry.store.disk import Disk
+from kvferry.store.eviction.base import Key
+from kvferry.store.eviction.reuse import Reuse
+from kvferry.store.machine import Machine
 from kvferry.store.media.file import FileOptions, FileStore
 from kvferry.transport.memory import BlockMemory
+from support.troubled_stores import HeldUpDisk
 
 NAME = "SharedStorageConnector"
 MakeEngine = Callable[..., FakeEngine]
 PROMPT = list(range(100, 119))
 BLOCK = 4
+LONG_S = 3600.0
 
 
 @pytest.fixture(params=["async", "layerwise"])
@@ -70,6 +76,13 @@ def early_ticket(key: str = "t") -> dict[str, object]:
 def settle(engine: FakeEngine) -> None:
     """Until all that was saved is on the disk."""
     engine.run_until(engine.worker.is_flushed)
+
+
+def worker_on(disk: Disk) -> Callable[[ConnectorContext], KVStoreWorkerSide]:
+    """Makes worker sides whose files are on this disk."""
+    machine = Machine()
+    machine.disk = disk
+    return lambda context: KVStoreWorkerSide(replace(context, machine=machine))
 
 
 def store_files(root: Path) -> list[Path]:
@@ -288,24 +301,6 @@ def test_blocks_evicted_between_the_look_and_the_load(make: MakeEngine, load: st
     engine.require_right(request)
 
 
-def test_an_answer_that_comes_while_it_is_asked_for_is_not_asked_for_again(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make()
-    engine.run(FakeRequest("a", PROMPT))
-    settle(engine)
-    request, prober = engine.add(FakeRequest("b", PROMPT)), engine.scheduler._prober
-    assert engine.scheduler.match(request, 0) == Pending()
-    while (first := prober.result("b")) is None:
-        pass
-    with monkeypatch.context() as patch:
-        patch.setattr(prober, "result", lambda _: None)  # it was not there a moment ago
-        assert engine.scheduler.match(request, 0) == Pending()
-    assert prober.num_lookups() == 1
-    assert prober.result("b") is first
-    engine.run_until(lambda: request.state == "done")
-
-
 def test_a_bounded_store(make: MakeEngine, tmp_path: Path) -> None:
     layout = make_layout(num_layers=2)
     engine = make(max_bytes=6 * layout.block_bytes)
@@ -393,15 +388,18 @@ def test_a_prefill_aborted_while_it_loads_is_not_waited_for(make: MakeEngine) ->
     before = make("kv_producer")
     before.run(produced(PROMPT, "before"))
     settle(before)
-    producer, consumer = make("kv_producer"), make("kv_consumer")
+    disk = HeldUpDisk()
+    producer = make("kv_producer", build_worker=worker_on(disk))
+    consumer = make("kv_consumer")
     decode = consumer.add(consumed(PROMPT, early_ticket()))
     consumer.step()
-    producer.worker._loader.start = lambda load: None  # as one that is still under way
+    disk.set(LONG_S)  # the load is still under way
     prefill = producer.add(produced(PROMPT))
     producer.run_until(lambda: prefill.state == "loading")
     producer.step()
     producer.abort(prefill)
     producer.run_until(lambda: not producer.held)
+    disk.set(0.0)
     consumer.run_until(lambda: decode.state == "done")
     assert isinstance(decode.error, LeaseEnded)
 
@@ -566,13 +564,23 @@ def test_a_directory_may_have_any_name(tmp_path: Path, name: str) -> None:
     assert store.root == tmp_path / name
 
 
+class RecordingReuse(Reuse):
+    """`num_output_tokens`: of the answers whose ends were reported."""
+
+    num_output_tokens: ClassVar[set[int]] = set()
+
+    def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
+        self.num_output_tokens.add(num_output_tokens)
+        super().finish(keys, num_output_tokens, now)
+
+
 def test_the_store_hears_how_long_answers_were(make_engine: MakeEngine, tmp_path: Path) -> None:
-    url = f"memory:?num_blocks=64&eviction=reuse&name={tmp_path.name}"
+    RecordingReuse.num_output_tokens.clear()
+    url = f"memory:?num_blocks=64&eviction={__name__}:RecordingReuse&name={tmp_path.name}"
     engine = make_engine("KVStoreConnector", store=url)
     engine.run(FakeRequest("a", PROMPT))
     assert not engine.scheduler.has_work(), "no step is made for a hint"
+    assert RecordingReuse.num_output_tokens == set()
     engine.run(FakeRequest("b", [5, *PROMPT]))
     settle(engine)
-    policy = engine.worker._store.tiers[0].store._index._policy.policy
-    outputs = {group.run.output for group in policy.learned.policy._groups.values()}
-    assert outputs == {0, UNKNOWN_OUTPUT}, "of the first it is known, the second has only ended"
+    assert RecordingReuse.num_output_tokens == {0}, "of the first; the hint of the second waits for a step"

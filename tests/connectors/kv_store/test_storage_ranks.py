@@ -4,10 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout, sharded
 
+from kvferry.connectors.kv_store.plan import StorePlan
+from kvferry.connectors.kv_store.worker import KVStoreWorkerSide
 from kvferry.core.errors import ConfigError, LayoutMismatch
 from kvferry.core.messages.hand_off import Consume, Produce, parse_hand_off
 
@@ -44,10 +47,17 @@ def test_a_hand_off_through_the_store(make: Make, tmp_path: Path) -> None:
     consumer.run_until(lambda: not list(tmp_path.glob("transfers/*.mark")))
 
 
-def test_a_hand_off_is_announced_when_every_rank_has_written(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    producer, consumer = make(), make(timeout_s=0.3)
-    monkeypatch.setattr(producer.workers[1]._writer, "submit", lambda call, **limit: None)
-    monkeypatch.setattr(producer.workers[1]._writer, "put", lambda block: False)
+class SecondSavesNothing(KVStoreWorkerSide):
+    """Of the second rank, neither a block nor a marker is written."""
+
+    def start(self, plan: StorePlan | None) -> None:
+        if plan is not None and self.context.layout.tp_rank == 1:
+            plan = msgspec.structs.replace(plan, saves=[], marks=[])
+        super().start(plan)
+
+
+def test_a_hand_off_is_announced_when_every_rank_has_written(make: Make) -> None:
+    producer, consumer = make(build_worker=SecondSavesNothing), make(timeout_s=0.3)
     prefill = producer.run(FakeRequest("prefill", PROMPT, Produce("t")))
     until_written(producer)
     decode = consumer.run(consumed(PROMPT, prefill.ticket))

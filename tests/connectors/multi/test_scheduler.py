@@ -10,7 +10,7 @@ from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout
 from several import HAND_OFF, PROMPT, MakeEngine, consumed, memory, settle, storage
 
-from kvferry.connectors.api import Hit, Miss
+from kvferry.connectors.api import Hit, Miss, Pending, ServesPeers
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConnectorLost, StoreError
 from kvferry.core.messages.hand_off import Produce, Ticket
@@ -94,8 +94,17 @@ def test_both_sides_agree_on_the_one_that_hands_off(make: MakeEngine, tmp_path: 
         ([storage(tmp_path)] * 2, None),
     ):
         engine = make("kv_both", *children)
-        assert engine.scheduler._index == (chosen or 0)
-        assert engine.worker._hands_off == chosen
+        child = engine.worker.children[chosen or 0]
+        address = child.address() if isinstance(child, ServesPeers) else None
+        assert engine.worker.address() == (None if chosen is None else address)
+        assert engine.scheduler.tickets().writes == engine.scheduler.children[chosen or 0].tickets().writes
+        ticket = engine.run(FakeRequest("a", PROMPT, Produce("t"))).ticket
+        assert ticket is not None
+        if address is not None:
+            assert ticket["remote_port"] == address["port"]
+            engine.scheduler.release("t")
+            while engine.held:
+                engine.step()
 
 
 def test_the_tickets_that_it_writes_are_of_one_and_those_that_it_reads_of_all(
@@ -235,7 +244,7 @@ def test_one_that_is_slow_is_not_waited_for_when_another_has_it(make: MakeEngine
     engine = make("kv_both", storage(tmp_path / "a"), storage(tmp_path / "b"))
     engine.run(FakeRequest("a", PROMPT))
     settle(engine, 1)
-    engine.scheduler.children[0]._prober.result = lambda request_id: None
+    engine.scheduler.children[0].match = lambda request, num_computed_tokens: Pending()
     request = engine.run(FakeRequest("b", PROMPT))
     assert (request.error, request.num_computed_here) == (None, 3)
 

@@ -29,7 +29,7 @@ class HeldStore(SharedStore, LayerStore):
         self.notes: dict[str, bytes] = {}
         self.put_before_note: list[bytes] = []
 
-    async def _pass(self) -> None:
+    async def wait_for_gate(self) -> None:
         self.asked.set()
         end = time.monotonic() + 20
         while not self.gate.is_set():
@@ -39,12 +39,12 @@ class HeldStore(SharedStore, LayerStore):
             raise self.error
 
     async def match(self, hashes: Sequence[bytes]) -> int:
-        await self._pass()
+        await self.wait_for_gate()
         return len(hashes)
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         for read in reads:
-            await self._pass()
+            await self.wait_for_gate()
             for view in read.into:
                 view[:] = b"\x01" * len(view)
         return [True] * len(reads)
@@ -53,7 +53,7 @@ class HeldStore(SharedStore, LayerStore):
         return await self.get([Read(name, [into]) for name, into in reads])
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        await self._pass()
+        await self.wait_for_gate()
         self.puts += [block.block_hash for block in blocks]
         return [Put.STORED] * len(blocks)
 

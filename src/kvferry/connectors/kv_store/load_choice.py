@@ -1,7 +1,7 @@
 """The choice whether and how the stored blocks of a prompt are loaded: calls the policy, and takes the measurements for
 it.
 
-Owns the `LoadPolicy`, the time of the current step, and the decision and load of each request.
+Owns the measurements of the `LoadPolicy`, the time of the current step, and the decision and load of each request.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ class _Choice:
 class LoadChoice:
     """Used by the scheduler side. `has_layers`: true if all tiers can read single layers."""
 
-    def __init__(self, settings: StoreSettings, context: ConnectorContext, *, has_layers: bool) -> None:
+    def __init__(
+        self, settings: StoreSettings, context: ConnectorContext, policy: LoadPolicy, *, has_layers: bool
+    ) -> None:
         self._load = settings.load if has_layers else "async"
         self._block_size, self._clock = context.layout.block_size, context.clock
-        self._policy = LoadPolicy(context.layout.block_bytes, context.layout.block_size)
+        self._policy = policy
         self._is_measured = settings.load_policy == "measured" and context.computes_meanwhile
         if settings.load_policy == "measured" and not context.computes_meanwhile:
             log.warning(

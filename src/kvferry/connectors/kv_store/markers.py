@@ -30,8 +30,6 @@ from kvferry.store.tiered.tiers import TieredStore
 
 MARKER_S = 3600.0
 HEARTBEAT_BYTES = 8
-HEARTBEAT_S, HEARTBEAT_LINGER_S = 0.1, 2.0
-"""Period of a producer's heartbeats while it writes to the store, and their duration after its last write (s)."""
 _CODE_BYTES = 16
 
 
@@ -117,6 +115,9 @@ class MarkerProducer:
     store that accepts nothing gets no heartbeats. Reports the stores that accepted a marker, and later changes of this
     set. Used on the store's loop."""
 
+    heartbeat_s, heartbeat_linger_s = 0.1, 2.0
+    """Period of the heartbeats while it writes to the store, and their duration after its last write (s)."""
+
     def __init__(
         self,
         store: TieredStore,
@@ -153,11 +154,12 @@ class MarkerProducer:
 
     async def _send_heartbeats(self) -> None:
         name, has_written = heartbeat_name(self._engine_id), False
-        while self._is_writing() or SYSTEM_CLOCK.monotonic() < self._last_write_at + HEARTBEAT_LINGER_S:
-            await asyncio.sleep(HEARTBEAT_S)
+        while self._is_writing() or SYSTEM_CLOCK.monotonic() < self._last_write_at + self.heartbeat_linger_s:
+            await asyncio.sleep(self.heartbeat_s)
             if self._store.takes():
                 with suppress(KvferryError):
-                    await self._store.write_note(name, entropy.token_bytes(HEARTBEAT_BYTES), 10 * HEARTBEAT_LINGER_S)
+                    beat = entropy.token_bytes(HEARTBEAT_BYTES)
+                    await self._store.write_note(name, beat, 10 * self.heartbeat_linger_s)
                     has_written = True
         if has_written:
             with suppress(KvferryError):

@@ -105,7 +105,10 @@ class Prober:
         self._loop: TransferLoop | None = None
 
     def start_lookup(self, request_id: str, lookup: StoreLookup) -> None:
-        """Start a lookup in the background; `result` returns its result."""
+        """Start a lookup in the background; `result` returns its result. Does nothing if the request has a lookup: its
+        result may come at any moment, also between a call of `result` and this one."""
+        if request_id in self._lookups:
+            return
         future = self._lookups[request_id] = self._ensure_started().submit(self._run_lookup(lookup))
         future.add_done_callback(lambda _: self.wake())
 
@@ -125,10 +128,6 @@ class Prober:
             self._loop.start()
             self._loop.submit(self._open())
         return self._loop
-
-    def has_lookup(self, request_id: str) -> bool:
-        """True if the request has a lookup, with or without a result; the result may come at any moment."""
-        return request_id in self._lookups
 
     def result(self, request_id: str) -> StoreResult | None:
         """The result, or None if there is none yet; it stays until `forget`."""

@@ -40,6 +40,7 @@ from kvferry.connectors.api import (
 from kvferry.connectors.caching import KeepsBlocks
 from kvferry.connectors.kv_store.keys import KeyLookup, KeyResult, StoredKeys
 from kvferry.connectors.kv_store.load_choice import LoadChoice
+from kvferry.connectors.kv_store.load_policy import LoadPolicy
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, mismatch_error
 from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StoreKeys, StorePlan
 from kvferry.connectors.kv_store.prober import Prober, StoreLookup, StoreResult
@@ -92,6 +93,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     max_finished = 256
     """Maximum number of hints (`FinishedRequest`) that wait for a plan; more are dropped."""
     max_remembered_marks = 4096
+    policy_type: type[LoadPolicy] = LoadPolicy
 
     gauges = frozenset({"prefill_tokens_per_s"}) | {
         f"tier{tier}_{name}" for tier in range(MAX_TIERS) for name in ("load_latency_s", "load_bytes_per_s")
@@ -111,7 +113,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         specs = self._settings.specs(context.layout.block_size)
         self._reports_finishes = any(spec.uses_finishes for spec in specs)
         has_layers = all(spec.has_layers for spec in specs)
-        self._choice = LoadChoice(self._settings, context, has_layers=has_layers)
+        policy = self.policy_type(context.layout.block_bytes, context.layout.block_size)
+        self._choice = LoadChoice(self._settings, context, policy, has_layers=has_layers)
         self._is_shared = any(spec.is_shared for spec in specs)
         self._paths = hand_off_paths(specs, context.layout)
         self._kinds = tuple(f"store: {path}" for path in self._paths)
@@ -230,8 +233,6 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return max(0, len(request.prompt_token_ids) - num_excluded) // self.context.layout.block_size
 
     def _start_lookup(self, request: RequestView) -> None:
-        if self._prober.has_lookup(request.request_id):
-            return
         lookup = StoreLookup(tuple(request.block_hashes))
         if isinstance(request.hand_off, Consume) and not _has_no_store(ticket := request.hand_off.ticket):
             remote_stores = ticket.remote_stores
