@@ -53,18 +53,18 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
-def committed(card: Card) -> Run | None:
+def committed(card: Card, results: Path = RESULTS) -> Run | None:
     """The last committed results of a card of this name."""
-    path = RESULTS / f"{card.slug}.json"
+    path = results / f"{card.slug}.json"
     return msgspec.json.decode(path.read_bytes(), type=Run) if path.exists() else None
 
 
-def write(run: Run, steps: Sequence[Step], folder: Path) -> Path:
-    """Write `report.md` and `report.json`; returns the path of the former."""
+def write(run: Run, steps: Sequence[Step], folder: Path, results: Path = RESULTS) -> Path:
+    """Write `report.md` and `report.json`; returns the path of the former. `results`: folder of committed results."""
     (folder / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
     path = folder / "report.md"
     has_picture = (folder / "picture.svg").exists()
-    path.write_text("\n".join(_lines(run, steps, committed(run.cards[0]), has_picture)) + "\n")
+    path.write_text("\n".join(_lines(run, steps, committed(run.cards[0], results), has_picture)) + "\n")
     return path
 
 

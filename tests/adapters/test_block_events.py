@@ -144,10 +144,13 @@ def test_blocks_of_which_nothing_is_reported_are_given_up_in_time(events: Any, v
     assert events.has_work()
 
 
-def test_what_is_remembered_is_bounded(events: Any, view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.adapters.vllm import events as module
+def test_what_is_remembered_is_bounded(view: Any) -> None:
+    from kvferry.adapters.vllm.events import VllmBlockEvents
 
-    monkeypatch.setattr(module.VllmBlockEvents, "max_blocks", 2)
+    class BoundedEvents(VllmBlockEvents):
+        max_blocks = 2
+
+    events = BoundedEvents(4, 2, CLOCK)
     for name in OURS:
         events.expect_saves(view, [name])
         for _ in range(2):

@@ -15,7 +15,7 @@ import pytest
 from kvferry.core.errors import InvalidRequest, LeakError, QueueFull, RequestAborted, Unavailable
 from kvferry.core.messages.hand_off import Produce
 from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
-from kvferry.core.request import Request
+from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.async_engine import AsyncEngine
@@ -25,9 +25,11 @@ from kvferry.router.protocols.choose import can_pair
 
 
 @asynccontextmanager
-async def serving(model: Any, transfer: KVTransferConfig | None = None, **settings: Any) -> AsyncIterator[AsyncEngine]:
+async def serving(
+    model: Any, transfer: KVTransferConfig | None = None, kind: type[Engine] = Engine, **settings: Any
+) -> AsyncIterator[AsyncEngine]:
     defaults = {"dtype": "float32", "device": "cpu", "block_size": 8, "kv_cache_memory": "16MiB", "max_num_seqs": 8}
-    engine = AsyncEngine(Engine(EngineConfig(model=str(model), **{**defaults, **settings}), transfer), ["m"])
+    engine = AsyncEngine(kind(EngineConfig(model=str(model), **{**defaults, **settings}), transfer), ["m"])
     engine.start()
     try:
         yield engine
@@ -164,13 +166,13 @@ async def test_closing_ends_whoever_still_waits(model_maker: Any) -> None:
             await tokens_of(engine, request("b"))
 
 
-async def test_a_failed_step_is_everybodys_answer(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(model_maker("llama")) as engine:
+class BrokenEngine(Engine):
+    def step(self) -> list[EngineOutput]:
+        raise RuntimeError("out of cheese")
 
-        def broken() -> None:
-            raise RuntimeError("out of cheese")
 
-        monkeypatch.setattr(engine.engine, "step", broken)
+async def test_a_failed_step_is_everybodys_answer(model_maker: Any) -> None:
+    async with serving(model_maker("llama"), kind=BrokenEngine) as engine:
         with pytest.raises(Unavailable, match="out of cheese"):
             await tokens_of(engine, request("a"))
         assert not engine.healthy

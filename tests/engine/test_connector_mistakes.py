@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +16,9 @@ from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.transport.shared_memory import owned_segment_names
+from support.mistaken_connector import CLOSED, FAILING
+
+MISTAKEN = KVTransferConfig(kv_connector="MistakenConnector", kv_connector_module_path="support.mistaken_connector")
 
 
 @pytest.fixture
@@ -23,14 +26,18 @@ async def engine(model_maker: Any) -> AsyncIterator[AsyncEngine]:
     config = EngineConfig(
         model=str(model_maker("llama")), dtype="float32", device="cpu", block_size=8, kv_cache_memory="16MiB"
     )
-    engine = AsyncEngine(Engine(config, KVTransferConfig(kv_connector="P2pConnector"), auth_token="secret"), ["m"])
+    engine = AsyncEngine(Engine(config, MISTAKEN, auth_token="secret"), ["m"])
     engine.start()
     yield engine
     await engine.close()
 
 
-def _raise(*_: object) -> Any:
-    raise KeyError("a mistake of the connector's")
+@pytest.fixture(autouse=True)
+def _no_mistakes() -> Iterator[None]:
+    """Mistakes are of one test."""
+    CLOSED.clear()
+    yield
+    FAILING.clear()
 
 
 async def _answer(engine: AsyncEngine, name: str) -> list[int]:
@@ -40,15 +47,13 @@ async def _answer(engine: AsyncEngine, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["statistics", "check", "release"])
-async def test_who_asks_gets_the_error_and_serving_goes_on(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+async def test_who_asks_gets_the_error_and_serving_goes_on(engine: AsyncEngine, name: str) -> None:
     before = await _answer(engine, "before")
     call = {"statistics": engine.statistics, "check": engine.check, "release": lambda: engine.release("t")}[name]
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.engine.scheduler_side, name, _raise)
-        with pytest.raises(KeyError, match="a mistake"):
-            await call()
+    FAILING.add(name)
+    with pytest.raises(KeyError, match="a mistake"):
+        await call()
+    FAILING.clear()
     assert await _answer(engine, "after") == before
     assert engine.healthy
 
@@ -57,33 +62,17 @@ async def test_what_raises_while_the_engine_ends_leaves_nothing_else_open(model_
     """The first error is raised, when all parts are closed."""
     config = EngineConfig(model=str(model_maker("llama")), dtype="float32", device="cpu", kv_cache_memory="16MiB")
     names = owned_segment_names()
-    engine = Engine(config, KVTransferConfig(kv_connector="P2pConnector"), auth_token="secret")
-    closed: list[str] = []
-
-    def wrap(part: Any, name: str) -> None:
-        close = part.close
-
-        def close_and_raise() -> None:
-            close()
-            closed.append(name)
-            raise KeyError(name)
-
-        part.close = close_and_raise
-
-    side = engine.executor._worker._side  # type: ignore[attr-defined]
-    wrap(side, "worker side")
-    wrap(engine.scheduler_side, "scheduler side")
+    engine = Engine(config, MISTAKEN, auth_token="secret")
+    FAILING.add("close")
     assert owned_segment_names() != names
     with pytest.raises(KeyError, match="worker side"):
         engine.close()
-    assert closed == ["worker side", "scheduler side"]
+    assert CLOSED == ["worker side", "scheduler side"]
     assert owned_segment_names() == names
 
 
-async def test_a_side_that_cannot_say_whether_it_has_work_ends_the_engine(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.engine.scheduler_side, "has_work", _raise)
+async def test_a_side_that_cannot_say_whether_it_has_work_ends_the_engine(engine: AsyncEngine) -> None:
+    FAILING.add("has_work")
     with suppress(Unavailable):  # it is asked between two steps, and after the last
         await _answer(engine, "a")
     await engine.failed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,14 +10,14 @@ import pytest
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from support.engines import GREEDY, random_prompts, require_same, run_prompts
-from support.pairs import Pair, pair_of
+from support.pairs import pair_of
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
 
 SETTINGS: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 40}
 
 
 @pytest.mark.parametrize("form", ["sequential", "concurrent"])
-def test_the_server_is_killed_on_the_way(model_maker: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_is_killed_on_the_way(model_maker: Any, form: str) -> None:
     if server_binary() is None:
         pytest.skip(f"needs {' or '.join(BINARIES)}; scripts/install_test_servers.sh installs one")
     model = model_maker("llama")
@@ -28,8 +29,8 @@ def test_the_server_is_killed_on_the_way(model_maker: Any, form: str, monkeypatc
     extra = {"store": server.url, "timeout_s": 1.0}
     try:
         with pair_of(model, "KVStoreConnector", extra=extra, prefill=SETTINGS, decode=SETTINGS) as pair:
-            kill_after(pair, 6, server, monkeypatch)
-            require_same(expected, pair.run(prompts, GREEDY, form, must_load=False))
+            kill = kill_after(6, server)
+            require_same(expected, pair.run(prompts, GREEDY, form, must_load=False, on_step=kill))
             assert server.process.poll() is not None
             assert sum(pair.decode.statistics().external.num_load_failures.values()) > 0
             server.start()
@@ -39,13 +40,12 @@ def test_the_server_is_killed_on_the_way(model_maker: Any, form: str, monkeypatc
         server.close()
 
 
-def kill_after(pair: Pair, num_steps: int, server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of the prefills."""
-    step, left = pair.prefill.step, iter(range(num_steps))
+def kill_after(num_steps: int, server: ValkeyServer) -> Callable[[], None]:
+    """In the middle of the prefills: called before each step, it kills the server at the last of these."""
+    steps = iter(range(1, num_steps + 1))
 
-    def counting() -> Any:
-        if next(left, None) == num_steps - 1:
+    def count() -> None:
+        if next(steps, None) == num_steps:
             server.kill()
-        return step()
 
-    monkeypatch.setattr(pair.prefill, "step", counting)
+    return count

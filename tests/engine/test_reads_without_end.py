@@ -24,10 +24,10 @@ BLOCK = {"block_size": 8}
 
 @pytest.fixture(autouse=True)
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    monkeypatch.setattr(EndlessFabric, "gate", gate := threading.Event())
     monkeypatch.setattr(reports.Reports, "grace_s", 0.1)
-    yield gate
-    gate.set()
+    EndlessFabric.gate.clear()
+    yield EndlessFabric.gate
+    EndlessFabric.gate.set()
 
 
 @pytest.mark.parametrize("connector", ["P2pConnector", "MultiConnector"])

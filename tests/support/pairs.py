@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,18 @@ class Pair:
     num_runs: int = 0
 
     def run(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, form: str, *, must_load: bool = True
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        form: str,
+        *,
+        must_load: bool = True,
+        on_step: Callable[[], None] = lambda: None,
+        addresses: Sequence[dict[str, Any]] | None = None,
     ) -> list[Answer]:
         """Serve prompts, all at once, with a `sequential` or `concurrent` hand-off each; answers in their order.
+
+        `on_step`: called before each step of P. `addresses`: those in early tickets, P's by default.
 
         `must_load`: fail unless D loads the full blocks of every prompt or has them in its prefix cache. D computes
         what it cannot load, so that equal answers do not show that anything was handed off.
@@ -46,11 +55,14 @@ class Pair:
         for name, prompt in zip(answers, prompts, strict=True):
             self.prefill.add(self._request(name, prompt, sampling, Produce(transfer_id=f"t-{name}")))
             if form == "concurrent":
-                self.decode.add(self._request(name, prompt, sampling, Consume(self._early_ticket(f"t-{name}"))))
+                self.decode.add(
+                    self._request(name, prompt, sampling, Consume(self._early_ticket(f"t-{name}", addresses)))
+                )
         by_name = dict(zip(answers, prompts, strict=True))
         deadline, rest = time.monotonic() + DEADLINE_S + len(prompts), IdleWait(self.prefill, self.decode)
         while any(answer.last is None or answer.last.finish_reason is None for answer in answers.values()):
             assert time.monotonic() < deadline, "the hand-offs did not end in time"
+            on_step()
             for output in self.prefill.step():
                 assert output.finish_reason in ("length", "stop"), output
                 if form == "sequential":
@@ -94,8 +106,8 @@ class Pair:
             engine.check()
             engine.pool.check()
 
-    def _early_ticket(self, transfer_id: str) -> Ticket:
-        return early_ticket(transfer_id, self.prefill.addresses, self.prefill.scheduler_side)
+    def _early_ticket(self, transfer_id: str, addresses: Sequence[dict[str, Any]] | None) -> Ticket:
+        return early_ticket(transfer_id, addresses or self.prefill.addresses, self.prefill.scheduler_side)
 
     def _request(self, name: str, prompt: Sequence[int], sampling: SamplingParams, hand_off: Any) -> Request:
         matcher = matcher_of(self.prefill, sampling)

@@ -31,14 +31,13 @@ def outcomes() -> list[Outcome]:
 
 
 @pytest.fixture
-def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def written(tmp_path: Path) -> str:
     """A report beside committed results in which 64 KiB reached 600 GB/s."""
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
     older = Figure("kvferry cuda_ipc, pieces of 64 KiB", 600.0, "GB/s", "a gather kernel", 1900.0, 0.31)
     before = report.make_run([CARD], [Outcome("hand-off", State.HELD, 9.0, "", [older])], fake=False)
     (tmp_path / "nvidia-h100-80gb-hbm3.json").write_bytes(msgspec.json.encode(before))
     run = report.make_run([CARD], outcomes(), fake=False)
-    return report.write(run, choose_steps([], 1), tmp_path).read_text()
+    return report.write(run, choose_steps([], 1), tmp_path, tmp_path).read_text()
 
 
 def test_each_step_is_a_line(written: str) -> None:
@@ -75,12 +74,11 @@ def test_costs_point_at_code_that_exists() -> None:
     assert len(describe_costs({})) == len(COSTS)
 
 
-def test_a_report_can_be_committed_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_can_be_committed_and_read_again(tmp_path: Path) -> None:
     run = report.make_run([CARD], outcomes(), fake=False)
     report.write(run, choose_steps([], 1), tmp_path)
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
     (tmp_path / "report.json").rename(tmp_path / f"{CARD.slug}.json")
-    assert report.committed(CARD) == run
+    assert report.committed(CARD, tmp_path) == run
 
 
 def test_a_run_without_a_gpu_says_that_its_figures_say_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.model.attention import ATTENTION_NAME
 from kvferry.engine.model.loader import LoadedModel, load_model
 from kvferry.engine.model.own_memory import MappedFiles
 from kvferry.models.random_model import make_random_model
@@ -283,11 +284,10 @@ def test_settings_that_are_null_or_of_another_library_are_passed_over(folder: Pa
 
 def logits_of(loaded: LoadedModel) -> torch.Tensor:
     """Of a few tokens, without KV: the model's own attention is in place of the paged one."""
-    config = loaded.module.config
-    before, config._attn_implementation = config._attn_implementation, "sdpa"
+    loaded.module.set_attn_implementation("sdpa")
     with torch.inference_mode():
         logits = loaded.module(torch.arange(5, 21)[None], use_cache=False).logits
-    config._attn_implementation = before
+    loaded.module.set_attn_implementation(ATTENTION_NAME)
     return torch.as_tensor(logits)
 
 

@@ -39,14 +39,16 @@ def fill(module: nn.Module) -> Any:
 
 
 def qwen_experts(hidden: int = 64, middle: int = 48, experts: int = 8) -> Any:
-    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=middle, num_experts=experts)
-    config._experts_implementation = "eager"
+    config = Qwen3MoeConfig(
+        hidden_size=hidden, moe_intermediate_size=middle, num_experts=experts, experts_implementation="eager"
+    )
     return fill(Qwen3MoeExperts(config))
 
 
 def gpt_oss_experts(limit: float) -> Any:
-    config = GptOssConfig(hidden_size=64, intermediate_size=40, num_local_experts=4, swiglu_limit=limit)
-    config._experts_implementation = "eager"
+    config = GptOssConfig(
+        hidden_size=64, intermediate_size=40, num_local_experts=4, swiglu_limit=limit, experts_implementation="eager"
+    )
     return fill(GptOssExperts(config))
 
 

@@ -31,7 +31,7 @@ def test_what_is_larger_than_a_chunk_gets_its_own() -> None:
 def test_a_chunk_goes_with_its_last_tensor() -> None:
     pages = HugePages()
     kept = pages.empty(4, torch.float32)
-    chunk = weakref.ref(pages._chunk.untyped_storage())
+    chunk = weakref.ref(kept.untyped_storage())
     del pages
     kept.fill_(5.0)
     assert kept.tolist() == [5.0] * 4

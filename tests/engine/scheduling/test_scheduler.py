@@ -240,12 +240,12 @@ class HearsAnswers(ReleaseOrder):
 
 
 @pytest.mark.parametrize("mistake", ["insert", "access", "pin", "unpin", "evict", "finish", "__len__", "__contains__"])
-def test_an_eviction_policy_that_raises_costs_no_request(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eviction_policy_that_raises_costs_no_request(mistake: str) -> None:
     def raises(*_: object) -> int:
         raise KeyError("a mistake of the policy's")
 
-    monkeypatch.setattr(Fifo, mistake, raises)
-    bench = Bench(num_blocks=8, order=PolicyOrder(Fifo(8), ManualClock()))
+    mistaken = type("Mistaken", (Fifo,), {mistake: raises})
+    bench = Bench(num_blocks=8, order=PolicyOrder(mistaken(8), ManualClock()))
     prompts = {name: [ord(name)] * 9 for name in "abcd"}
     for name, prompt in prompts.items():
         bench.add(name, prompt, max_tokens=5)
@@ -509,8 +509,8 @@ def test_fewer_tokens_may_come_than_were_to_be_met(comes_at: str, num_loaded: in
     """What did not come is computed, not believed, whether the load ends before the front is computed or after it."""
     bench = Bench(connector=ScriptedConnector(match=Hit(16, num_computed_meanwhile=8)), max_num_batched_tokens=4)
     bench.add("a", list(range(20)))
-    bench.step()
-    [sequence] = bench.scheduler._queues.running()
+    [chunk] = bench.step().chunks
+    sequence = chunk.sequence
     if comes_at == "at the meeting":
         bench.step()
         assert bench.scheduler.external.num_loading == 1

@@ -45,17 +45,17 @@ class Broken:
 
 class Asker:
     def __init__(self, client: aiohttp.ClientSession, engine: DeterministicEngine) -> None:
-        self._client, self.engine = client, engine
+        self.client, self.engine = client, engine
 
     async def stream(self, path: str, body: dict[str, Any], *, marks: bool = True) -> Broken:
         headers = {"X-Request-Id": "one"} | ({PROGRESS_HEADER: "1"} if marks else {})
-        async with self._client.post(path, json=body, headers=headers) as response:
+        async with self.client.post(path, json=body, headers=headers) as response:
             assert response.status == 200, await response.text()
             assert (PROGRESS_HEADER in response.headers) == marks
             return Broken(await response.read())
 
     async def refused(self, path: str, body: dict[str, Any]) -> str:
-        async with self._client.post(path, json=body) as response:
+        async with self.client.post(path, json=body) as response:
             assert response.status == 400
             return str((await response.json())["error"]["message"])
 
@@ -196,7 +196,7 @@ async def test_who_does_not_ask_sees_no_marks(asker: Asker) -> None:
 
 async def test_several_choices_have_no_marks(asker: Asker) -> None:
     for body in ({**TEXT, "n": 2}, {**TEXT, "prompt": ["a", "b"]}):
-        async with asker._client.post("/v1/completions", json=body, headers={PROGRESS_HEADER: "1"}) as response:
+        async with asker.client.post("/v1/completions", json=body, headers={PROGRESS_HEADER: "1"}) as response:
             assert PROGRESS_HEADER not in response.headers
             assert b"\n: " not in await response.read()
 
