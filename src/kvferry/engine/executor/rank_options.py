@@ -11,7 +11,7 @@ from kvferry.engine.executor.rank_process import PING_INTERVAL_S, StartProcess
 
 @dataclass(frozen=True)
 class RankOptions:
-    """How rank 0 starts the other ranks, and how long it waits for them; times in seconds."""
+    """The start of the other ranks, and rank 0's waits for them in seconds."""
 
     start_process: StartProcess | None = None
     """Starts a rank on this machine; None: `rank_process.start_process`."""
