@@ -70,7 +70,7 @@ test-all: $(STAMP)  ## run the tests with their long matrices too
 	@KVFERRY_FAULTS=200 KVFERRY_ALL_EXAMPLES=1 scripts/run_tests $(BIN)/python '$(ALL)' $(ARGS)
 
 test-part: $(STAMP)  ## run the tests with a part of their long matrices (PART=0/8)
-	@KVFERRY_FAULTS=40 KVFERRY_ALL_EXAMPLES=1 scripts/run_tests $(BIN)/python '$(ALL)' --full-part=$(or $(PART),0/8) $(ARGS)
+	@KVFERRY_FAULTS=40 KVFERRY_FUZZ=5000 KVFERRY_ALL_EXAMPLES=1 scripts/run_tests $(BIN)/python '$(ALL)' --full-part=$(or $(PART),0/8) $(ARGS)
 
 test-fast: $(STAMP)  ## run the tests that neither start processes nor are long
 	@scripts/run_tests $(BIN)/python '$(SHORT) and not processes' $(ARGS)

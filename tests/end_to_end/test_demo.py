@@ -22,7 +22,7 @@ def test_the_demo_ends_by_itself_and_finds_every_token_equal() -> None:
     assert (done.stdout + done.stderr).lower().count("stopping everything") == 1
 
 
-@pytest.mark.full(in_every_part=True)
+@pytest.mark.full
 def test_kept_it_serves_until_ctrl_c() -> None:
     with subprocess.Popen([*DEMO, "--keep"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,6 +1,7 @@
 """Thousands of requests of every kind at a real deployment, and nothing is to come of it.
 
-`KVFERRY_SEED` repeats a run, `KVFERRY_FUZZ` says how many requests the long one has.
+`KVFERRY_SEED` repeats a run, `KVFERRY_FUZZ` says how many requests the long one has: 20,000, and 5,000 with each commit
+in CI, where each run has a seed of its own.
 """
 
 from __future__ import annotations
@@ -57,6 +58,6 @@ def test_a_deployment_under_requests_of_every_kind(model_maker: Any, tmp_path: P
 
 @pytest.mark.full(in_every_part=True)
 @pytest.mark.timeout(1800)
-def test_a_deployment_under_twenty_thousand_of_them(model_maker: Any, tmp_path: Path) -> None:
+def test_a_deployment_under_thousands_of_them(model_maker: Any, tmp_path: Path) -> None:
     seed = int(os.environ.get("KVFERRY_SEED") or secrets.randbelow(10**9))
     require_unharmed(model_maker("llama"), tmp_path, seed=seed, num=int(os.environ.get("KVFERRY_FUZZ", "20000")))

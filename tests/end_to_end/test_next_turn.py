@@ -60,7 +60,7 @@ def operate(fleet: Cluster, what: str, **about: Any) -> int:
     return httpx.post(url, json=about, auth=OPERATOR, timeout=30).status_code
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_p_fetches_what_d_has(model_maker: Any, tmp_path: Path, num_workers: int) -> None:
     model, router = model_maker("llama"), (*ROUTER, f"--workers={num_workers}")
     with (
@@ -84,7 +84,10 @@ def test_p_fetches_what_d_has(model_maker: Any, tmp_path: Path, num_workers: int
         decode.require_clean()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.full)],
+)
 def test_the_decode_instance_is_gone_between_two_turns(model_maker: Any, tmp_path: Path, number: int) -> None:
     """What it kept is computed again."""
     model = model_maker("llama")

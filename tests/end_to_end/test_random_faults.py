@@ -286,7 +286,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     return number
 
 
-@pytest.fixture(params=["links", pytest.param("stores", marks=pytest.mark.full(in_every_part=True))])
+@pytest.fixture(params=["links", pytest.param("stores", marks=pytest.mark.full)])
 def chaos(request: pytest.FixtureRequest, seed: int, model_maker: Any, tmp_path: Path) -> Iterator[Chaos]:
     model, dice = model_maker("llama"), random.Random(7)
     prompts = {

@@ -97,9 +97,7 @@ def read(client: socket.socket, num_bytes: int) -> None:
 FORMS = {"as it comes": Endless(EVENT, b""), "to be continued": Endless(MARKED, b"X-Kvferry-Progress: 1\r\n")}
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param("as it comes", marks=pytest.mark.full(in_every_part=True)), "to be continued"]
-)
+@pytest.mark.parametrize("form", [pytest.param("as it comes", marks=pytest.mark.full), "to be continued"])
 async def test_memory_stays_flat(form: str, tmp_path: Path) -> None:
     endless = FORMS[form]
     async with endless.serving():

@@ -71,6 +71,7 @@ def require_nothing_left(started: Cluster, *routers: KvferryProcess) -> None:
         until(lambda router=router: in_flight(router) == 0, within_s=30)
 
 
+@pytest.mark.full
 def test_two_routers_before_one_fleet(model_maker: Any, tmp_path: Path) -> None:
     with two_routers(model_maker("llama"), tmp_path) as (started, second):
         routers, prompts = [started.router, second], made_prompts()

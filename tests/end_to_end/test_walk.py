@@ -128,7 +128,10 @@ def readme_serves() -> tuple[str, str]:
 
 @pytest.mark.processes
 @pytest.mark.full(in_every_part=True)
-@pytest.mark.parametrize("bare", [False, True], ids=["as usual", "no home, no compiler"])
+@pytest.mark.parametrize(
+    "bare",
+    [pytest.param(False, id="as usual"), pytest.param(True, id="no home, no compiler", marks=pytest.mark.full)],
+)
 def test_readme_serves_and_answers(bare: bool, programs: Path, tmp_path: Path) -> None:
     serves, asks = readme_serves()
     (port,) = free_ports(1)

@@ -121,7 +121,7 @@ def test_behind_a_router_the_prefill_instances_keep_it(model_maker: ModelMaker, 
         assert "kv_consumer" in warm(document, "--url", running.decode[0].url, code=1)[0]["error"]
 
 
-@pytest.mark.full(in_every_part=True)
+@pytest.mark.full
 def test_with_an_engine_of_its_own_which_ends_with_it(model_maker: ModelMaker, tmp_path: Path, document: Path) -> None:
     folder, model = tmp_path / "store", str(model_maker("llama", max_position_embeddings=1024))
     own = ("--model", model, "--dtype", "float32", "--kv-cache-memory", "16MiB", "--block-size", "16")

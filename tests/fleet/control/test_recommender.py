@@ -106,10 +106,10 @@ async def test_one_that_begins_keeps_what_was_decided_before(tmp_path: Path, rec
     clock = ManualClock(1e6)
     async with two_routers() as (routers, urls), RecordingRouterClient() as front:
 
-        async def looks(folder: Path) -> FleetPlan:
+        async def looks(folder: Path, num_looks: int) -> FleetPlan:
             file = SpecFile(path, read_recommended)
             made = Recommender(file, urls, Ledger(folder), front, clock, registers_s=0)
-            for _ in range(40):
+            for _ in range(num_looks):
                 clock.now = max(clock.now, Traffic(12.0)().now)
                 await made.look()
                 clock.advance(0.3)
@@ -119,9 +119,9 @@ async def test_one_that_begins_keeps_what_was_decided_before(tmp_path: Path, rec
 
         front.reported = Traffic(12.0)
         (tmp_path / "elsewhere").mkdir()
-        before = await looks(tmp_path)
+        before = await looks(tmp_path, 20)
         front.reported = lambda: None
-        after, elsewhere = [await looks(folder) for folder in (tmp_path, tmp_path / "elsewhere")]
+        after, elsewhere = [await looks(folder, 5) for folder in (tmp_path, tmp_path / "elsewhere")]
     assert before.decisions
     assert after.decisions == elsewhere.decisions == before.decisions
     if not recommend:

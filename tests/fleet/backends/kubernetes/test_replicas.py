@@ -84,9 +84,8 @@ async def test_what_the_api_server_did_not_do_is_tried_again(tmp_path: Path, cap
     async with Emulated().running(tmp_path) as emulated, two_routers() as (_, urls), RecordingRouterClient() as front:
         await emulated.create(lease())
         await front.send_plan(urls[0], PLAN)
-        async with controlling(emulated, urls, front, tmp_path) as held:
-            await eventually(lambda: held.is_held)
-            emulated.server.refuses_scale = True
+        emulated.server.refuses_scale = True
+        async with controlling(emulated, urls, front, tmp_path):
             await eventually(lambda: "is not scaled to 5 yet" in caplog.text)
             emulated.server.refuses_scale = False
             await eventually(lambda: sorted(emulated.server.scaled) == sorted(SCALED))

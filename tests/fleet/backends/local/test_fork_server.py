@@ -184,9 +184,7 @@ async def test_nobody_waits_for_one_that_is_no_longer_wanted(tmp_path: Path) -> 
     assert children() == others
 
 
-@pytest.mark.parametrize(
-    "why", ["there is CUDA", pytest.param("it has threads", marks=pytest.mark.full(in_every_part=True))]
-)
+@pytest.mark.parametrize("why", ["there is CUDA", pytest.param("it has threads", marks=pytest.mark.full)])
 async def test_where_forks_are_not_sound_each_is_started_from_nothing(why: str, tmp_path: Path) -> None:
     more, others = {}, children()
     server = ForkServer(cuda_device=tmp_path) if why == "there is CUDA" else ForkServer()

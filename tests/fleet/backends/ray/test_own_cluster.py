@@ -70,6 +70,7 @@ def test_a_cluster_of_its_own_ends_with_it(folder: str) -> None:
     until(lambda: not processes_in(folder), 20.0)
 
 
+@pytest.mark.full
 def test_no_cluster_is_started_where_one_is_named_or_members_are_to_outlive_the_command(folder: str) -> None:
     # Ray also finds the clusters that other tests have for a moment.
     until(lambda: "ray start --head" in connected(folder, 0).stderr, 150.0)
