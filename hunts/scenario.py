@@ -199,10 +199,12 @@ def _draw_requests(random: Random, instance: SimInstanceSpec) -> list[RequestSpe
     return drawn
 
 
-def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
-    """Let it happen, and look whether everything held that must."""
+def run(
+    scenario: Scenario, *, keep_log: bool = False, before_end: Callable[[World], None] = lambda world: None
+) -> Report:
+    """Let it happen, and look whether everything held that must. `before_end` sees the world that has settled."""
     world = World(scenario.world, scenario.seed, keep_log=keep_log)
-    with judged(world, scenario) as report:
+    with judged(world, scenario, before_end=before_end) as report:
         breaker = FaultInjector(world)
         breaker.schedule(scenario.faults)
         require_finished(world, report)
@@ -226,10 +228,15 @@ class Judged(Protocol):
 
 
 @contextmanager
-def judged(world: World, scenario: Judged, always: Callable[[], list[Violation]] = lambda: []) -> Iterator[Report]:
+def judged(
+    world: World,
+    scenario: Judged,
+    always: Callable[[], list[Violation]] = lambda: [],
+    before_end: Callable[[World], None] = lambda world: None,
+) -> Iterator[Report]:
     """Run the world with the scenario's requests. The body lets happen what happens beside them; then the world has
-    time to settle, is shut down, and the report has what came of it all. `always`: what must hold at any time, besides
-    what must in each world."""
+    time to settle, `before_end` sees it, it is shut down, and the report has what came of it all. `always`: what must
+    hold at any time, besides what must in each world."""
     report, moves, steps = Report(scenario.seed), 0, 0
     violations = report.violations
 
@@ -256,6 +263,7 @@ def judged(world: World, scenario: Judged, always: Callable[[], list[Violation]]
             world.run_for(_CHECK_EVERY_S)
         violations += check_requests(world.results, has_faults=not scenario.must_answer_all)
         violations += check_idle(world) + check_stores(world)
+        before_end(world)
         if not world.end():
             violations.append(Violation("everything can be shut down", "tasks or members are left"))
         if world.network.num_open:

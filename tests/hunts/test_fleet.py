@@ -19,6 +19,7 @@ from kvferry.fleet.control.observer import Observer
 from kvferry.fleet.control.router_client import RouterInstanceView
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.sim.world import RequestSpec
+from support.planted import Plant
 
 SEEDS = (1, 2, *[seed for seed in range(3, 30) if draw_fleet(seed).scale is not None][:3])
 
@@ -85,8 +86,8 @@ def test_the_same_seed_gives_the_same_events() -> None:
     assert (one.digest, one.num_events) == (other.digest, other.num_events)
 
 
-def test_a_member_that_is_dead_and_taken_for_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    _take_the_dead_for_ready(monkeypatch)
+def test_a_member_that_is_dead_and_taken_for_ready(plant: Plant) -> None:
+    _take_the_dead_for_ready(plant)
     report = run_fleet(_scenario(Change(0.1, "kill", 0.7, 0.2, 0.5)))
     assert "instances come back" in {one.name for one in report.violations}
 
@@ -98,21 +99,21 @@ def test_a_fleet_outlives_what_happens_around_it(kind: Kind) -> None:
     assert not report.violations
 
 
-def _take_the_dead_for_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def _take_the_dead_for_ready(plant: Plant) -> None:
     phase = Observer._phase
 
     def take_for_ready(self: Observer, member: Member, view: RouterInstanceView | None) -> Phase:
         return Phase.READY if member.state is MemberState.ENDED else phase(self, member, view)
 
-    monkeypatch.setattr(Observer, "_phase", take_for_ready)
+    plant(Observer, "_phase", take_for_ready)
 
 
-def test_a_role_that_has_more_members_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_scenario, "_MAX_INSTANCES", 2)
+def test_a_role_that_has_more_members_than_it_may(plant: Plant) -> None:
+    plant(fleet_scenario, "_MAX_INSTANCES", 2)
     scale = {"ttft": "1s", "itl": "1s", "cool_down": "1m"}
     scenario = replace(_scenario(Change(0.1, "roll", 0.0, 0.0, 0.0)), scale=scale)
     assert not run_fleet(scenario).violations
-    monkeypatch.setattr(controller, "plan", lambda fleet, *rest: plan(_without_max(fleet), *rest))
+    plant(controller, "plan", lambda fleet, *rest: plan(_without_max(fleet), *rest))
     assert {one.name for one in run_fleet(scenario).violations} == {"a fleet stays within its bounds"}
 
 
@@ -120,8 +121,8 @@ def _without_max(fleet: DesiredFleet) -> DesiredFleet:
     return structs.replace(fleet, role={name: structs.replace(one, max=None) for name, one in fleet.role.items()})
 
 
-def test_a_fleet_that_fails_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    _take_the_dead_for_ready(monkeypatch)
+def test_a_fleet_that_fails_is_shrunk(plant: Plant) -> None:
+    _take_the_dead_for_ready(plant)
     whole = _scenario(Change(0.1, "kill", 0.7, 0.2, 0.5), Change(0.2, "controller", 0.0, 0.0, 0.5))
     found = shrink(replace(whole, requests=whole.requests[:2]), max_runs=10)
     assert found is not None

@@ -16,6 +16,7 @@ from hunts.invariants import Violation
 from hunts.scenario import Report, Scenario, draw, run
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.core import entropy
+from support.planted import Plant
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,9 +28,9 @@ def test_processes_give_what_one_gives() -> None:
     assert not any(one.violations for one in together)
 
 
-def test_a_seed_that_does_not_repeat_itself_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_that_does_not_repeat_itself_is_found(plant: Plant) -> None:
     number = iter(range(10**6))
-    monkeypatch.setattr(entropy, "token_hex", lambda num_bytes: f"{next(number):0{2 * num_bytes}x}")
+    plant(entropy, "token_hex", lambda num_bytes: f"{next(number):0{2 * num_bytes}x}")
     assert DIFFERS in {one.name for one in run_seed(2, twice=True).violations}
 
 
@@ -73,14 +74,12 @@ def test_shrinking_has_an_end() -> None:
     assert found.num_runs <= 7
 
 
-def test_a_planted_mistake_is_shrunk_and_runs_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_planted_mistake_is_shrunk_and_runs_again(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(self: P2pSchedulerSide, report: Any) -> None:
         if report:
             raise ValueError("a mistake")
 
-    monkeypatch.setattr(P2pSchedulerSide, "completed", fail)
+    plant(P2pSchedulerSide, "completed", fail)
     found = shrink(draw(1), max_runs=12)
     assert found is not None
     assert len(found.requests) < len(draw(1).requests)

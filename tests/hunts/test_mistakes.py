@@ -10,14 +10,15 @@ import pytest
 from hunts.fleet_scenario import draw_fleet, run_fleet
 from hunts.scenario import draw, run
 from support import mistakes
+from support.planted import Plant
 
 pytestmark = pytest.mark.short_deadlines
 
-Mistake = Callable[[pytest.MonkeyPatch], None]
+Mistake = Callable[[Plant], None]
 
 
 @pytest.mark.parametrize(
-    ("plant", "seeds", "name"),
+    ("mistake", "seeds", "name"),
     [
         (mistakes.renew_nothing, (2, 7, 8), "no hand-off is lost"),
         (mistakes.take_any_generation, (67, 28, 38, 70), "tokens are right"),
@@ -28,25 +29,21 @@ Mistake = Callable[[pytest.MonkeyPatch], None]
         (mistakes.stay_down, range(3, 12), "an instance that answers is used"),
     ],
 )
-def test_a_deployment_shows_a_mistake(
-    plant: Mistake, seeds: Sequence[int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
+def test_a_deployment_shows_a_mistake(mistake: Mistake, seeds: Sequence[int], name: str, plant: Plant) -> None:
+    mistake(plant)
     assert any(name in {one.name for one in run(draw(seed)).violations} for seed in seeds)
 
 
 @pytest.mark.parametrize(
-    ("plant", "seeds", "name"),
+    ("mistake", "seeds", "name"),
     [
         (mistakes.stop_at_once, range(14, 24), "what is stopped is drained"),
         (mistakes.act_for_ever, range(26, 40), "one controller acts"),
         (mistakes.surge_by_one_more, range(14, 24), "a fleet stays within its surge"),
     ],
 )
-def test_a_fleet_shows_a_mistake(
-    plant: Mistake, seeds: Sequence[int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
+def test_a_fleet_shows_a_mistake(mistake: Mistake, seeds: Sequence[int], name: str, plant: Plant) -> None:
+    mistake(plant)
     assert any(name in {one.name for one in run_fleet(draw_fleet(seed)).violations} for seed in seeds)
 
 

@@ -24,6 +24,7 @@ from kvferry.sim.kv import KVContents
 from kvferry.sim.network import NetworkSpec
 from kvferry.sim.world import RequestResult, RequestSpec
 from kvferry.transport.lookup_buffer.entries import EntryTable
+from support.planted import Plant
 
 SEEDS = range(1, 13)
 
@@ -86,12 +87,12 @@ def _first_found(name: str, seeds: range = range(1, 16)) -> Report:
     pytest.fail(f"nothing was found that breaks the invariant {name!r}")
 
 
-def test_chance_that_no_seed_decides_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entropy, "token_hex", lambda num_bytes: os.urandom(num_bytes).hex())
+def test_chance_that_no_seed_decides_is_found(plant: Plant) -> None:
+    plant(entropy, "token_hex", lambda num_bytes: os.urandom(num_bytes).hex())
     assert _events(2) != _events(2)
 
 
-def test_a_block_that_is_freed_while_a_peer_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_freed_while_a_peer_reads_it(plant: Plant) -> None:
     """The fence still says that the hand-off was kept, and the block is another request's by then."""
     finish = ExternalKV.finish
 
@@ -103,7 +104,7 @@ def test_a_block_that_is_freed_while_a_peer_reads_it(monkeypatch: pytest.MonkeyP
             self._held[sequence.request_id] = []
         return ticket
 
-    monkeypatch.setattr(ExternalKV, "finish", finish_and_free)
+    plant(ExternalKV, "finish", finish_and_free)
     _first_found("tokens are right")
 
 
@@ -135,7 +136,7 @@ def _of_a_cut(seed: int) -> Scenario:
     return replace(scenario, world=world, requests=requests, faults=[Fault(1.01, "cut", 0.4, 0.9, 3.0)])
 
 
-def test_a_fence_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_that_is_skipped(plant: Plant) -> None:
     assert not run(_of_a_cut(2)).violations
     take, news = EntryTable.take, EntryTable.news
 
@@ -147,17 +148,17 @@ def test_a_fence_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
         found = news(self, cursor)
         return None if found is not None and found.over else found
 
-    monkeypatch.setattr(EntryTable, "take", take_anything)
-    monkeypatch.setattr(EntryTable, "news", say_nothing_of_the_end)
+    plant(EntryTable, "take", take_anything)
+    plant(EntryTable, "news", say_nothing_of_the_end)
     assert "tokens are right" in {one.name for one in run(_of_a_cut(2)).violations}
 
 
-def test_a_lease_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EntryTable, "_expire", lambda self: None)
+def test_a_lease_that_does_not_end(plant: Plant) -> None:
+    plant(EntryTable, "_expire", lambda self: None)
     assert "no lease beyond its bound" in {one.name for one in run(_of_a_cut(1)).violations}
 
 
-def test_a_lease_that_is_renewed_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_is_renewed_for_too_long(plant: Plant) -> None:
     renew = EntryTable.renew
 
     def renew_for_long(self: EntryTable, *keys: str) -> None:
@@ -166,21 +167,21 @@ def test_a_lease_that_is_renewed_for_too_long(monkeypatch: pytest.MonkeyPatch) -
             if key in self._entries:
                 self._entries[key].deadline += 9.0
 
-    monkeypatch.setattr(EntryTable, "renew", renew_for_long)
+    plant(EntryTable, "renew", renew_for_long)
     assert "no lease beyond its bound" in {one.name for one in run(_of_a_cut(1)).violations}
 
 
-def test_a_block_that_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_not_copied(plant: Plant) -> None:
     copy = KVContents.copy
 
     def copy_all_but_one(self: KVContents, layer: int, source: KVContents, theirs: list[int], ours: list[int]) -> None:
         copy(self, layer, source, theirs[1:], ours[1:])
 
-    monkeypatch.setattr(KVContents, "copy", copy_all_but_one)
+    plant(KVContents, "copy", copy_all_but_one)
     _first_found("tokens are right")
 
 
-def test_a_block_that_is_freed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_freed_twice(plant: Plant) -> None:
     release = BlockPool.release
 
     def release_twice(self: BlockPool, block_ids: Any) -> None:
@@ -188,50 +189,50 @@ def test_a_block_that_is_freed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(block_ids) > 1 and self._references[block_ids[0]] > 0:  # shared with another request
             release(self, block_ids[:1])
 
-    monkeypatch.setattr(BlockPool, "release", release_twice)
+    plant(BlockPool, "release", release_twice)
     report = _first_found("blocks are accounted for")
     assert report.violations
 
 
-def test_held_blocks_that_are_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ExternalKV, "released", lambda self, request_id: None)
+def test_held_blocks_that_are_never_freed(plant: Plant) -> None:
+    plant(ExternalKV, "released", lambda self, request_id: None)
     report = _first_found("all blocks are free")
     assert any(one.name == "all blocks are free" for one in report.violations)
 
 
-def test_an_answer_whose_end_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_whose_end_is_lost(plant: Plant) -> None:
     dispatch = SteppedEngine._dispatch
 
     def lose_the_end(self: SteppedEngine, outputs: list[Any]) -> None:
         dispatch(self, [one for one in outputs if one.finish_reason != "length"])
 
-    monkeypatch.setattr(SteppedEngine, "_dispatch", lose_the_end)
+    plant(SteppedEngine, "_dispatch", lose_the_end)
     scenario = draw(1, with_faults=False)
     report = run(replace(scenario, world=replace(scenario.world, request_timeout_s=20.0, router={})))
     assert any(one.name == "nothing waits without an end" for one in report.violations)
 
 
-def test_a_mistake_in_the_bookkeeping_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_the_bookkeeping_of_transfers(plant: Plant) -> None:
     def fail(self: P2pSchedulerSide, report: Any) -> None:
         raise ValueError("a mistake")
 
-    monkeypatch.setattr(P2pSchedulerSide, "completed", fail)
+    plant(P2pSchedulerSide, "completed", fail)
     _first_found("no error is logged", range(1, 3))
 
 
-def test_a_connection_that_is_never_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_is_never_closed(plant: Plant) -> None:
     close = ClientConnection.close
 
     def forget(self: ClientConnection, error: Any = None) -> None:
         self.transport = None
         close(self, error)
 
-    monkeypatch.setattr(ClientConnection, "close", forget)
+    plant(ClientConnection, "close", forget)
     _first_found("no connection is left", range(1, 5))
 
 
-def test_tasks_that_are_left_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(P2pWorkerSide, "close", lambda self: None)
+def test_tasks_that_are_left_at_the_end(plant: Plant) -> None:
+    plant(P2pWorkerSide, "close", lambda self: None)
     _first_found("everything can be shut down", range(1, 3))
 
 

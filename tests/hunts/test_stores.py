@@ -16,6 +16,7 @@ from kvferry.store.media.file import FileStore
 from kvferry.store.media.file_room import FileRoom
 from kvferry.store.record import RecordFormat
 from kvferry.store.tiered.tier import Tier
+from support.planted import Plant
 
 SEEDS = [seed for seed in range(1, 120) if draw(seed).world.instance.connector != "P2pConnector"]
 FILE, MEMORY = "file:/kv", "memory:?num_blocks=200"
@@ -54,20 +55,17 @@ def _names(report: Report) -> set[str]:
     return {one.name for one in report.violations}
 
 
-def _figures(monkeypatch: pytest.MonkeyPatch, scenario: Scenario) -> dict[str, float]:
+def _figures(scenario: Scenario) -> dict[str, float]:
     """What the stores of all instances have counted until the end of the scenario, which must hold."""
     found: dict[str, float] = {}
-    end = World.end
 
-    def noting(world: World) -> bool:
+    def read(world: World) -> None:
         for instance in world.instances:
             assert instance.engine is not None
             for name, value in instance.engine.statistics().connector.items():
                 found[name] = found.get(name, 0.0) + value
-        return end(world)
 
-    monkeypatch.setattr(World, "end", noting)
-    report = run(scenario)
+    report = run(scenario, before_end=read)
     assert not report.violations, report.violations
     assert report.outcomes == {"complete": len(scenario.requests)}
     return found
@@ -82,18 +80,16 @@ def test_all_holds_with_a_store_whatever_breaks(seed: int) -> None:
 
 @pytest.mark.parametrize("stores", [[FILE], [MEMORY], [MEMORY, FILE]])
 @pytest.mark.parametrize("beside_p2p", [False, True])
-def test_blocks_are_stored_and_found_again(
-    monkeypatch: pytest.MonkeyPatch, stores: list[str], beside_p2p: bool
-) -> None:
-    figures = _figures(monkeypatch, _scenario(stores, beside_p2p=beside_p2p))
+def test_blocks_are_stored_and_found_again(stores: list[str], beside_p2p: bool) -> None:
+    figures = _figures(_scenario(stores, beside_p2p=beside_p2p))
     before = "1_" if beside_p2p else ""
     assert figures[f"{before}stored_blocks"] > 50
     assert figures[f"{before}loaded_blocks"] > 50
     assert figures[f"{before}loads"] > 2
 
 
-def test_blocks_are_evicted_and_promoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = _figures(monkeypatch, _scenario(["memory:?num_blocks=20", "file:/kv?max_bytes=24KiB"], prompts=8))
+def test_blocks_are_evicted_and_promoted() -> None:
+    figures = _figures(_scenario(["memory:?num_blocks=20", "file:/kv?max_bytes=24KiB"], prompts=8))
     assert figures["tier0_evicted_blocks"] > 20
     assert figures["tier1_evicted_blocks"] > 20
     assert figures["promoted_blocks"] > 0
@@ -109,11 +105,9 @@ def test_no_request_is_lost_by_what_befalls_a_disk(kind: StoreKind) -> None:
 @pytest.mark.parametrize(
     ("kind", "at_s", "counted"), [("full", 0.3, "dropped_blocks"), ("damaged blocks", 1.7, "corrupt_blocks")]
 )
-def test_what_befalls_a_disk_is_seen_by_stores(
-    monkeypatch: pytest.MonkeyPatch, kind: StoreKind, at_s: float, counted: str
-) -> None:
+def test_what_befalls_a_disk_is_seen_by_stores(kind: StoreKind, at_s: float, counted: str) -> None:
     """Or it would be no wonder that no request was lost."""
-    figures = _figures(monkeypatch, _scenario([FILE], [Fault(at_s, kind, 0.9, 0.0, 2.0)]))
+    figures = _figures(_scenario([FILE], [Fault(at_s, kind, 0.9, 0.0, 2.0)]))
     assert figures[counted] > 0
 
 
@@ -126,44 +120,44 @@ def test_the_same_seed_gives_the_same_events_with_stores() -> None:
 # Planted mistakes.
 
 
-def test_a_checksum_that_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecordFormat, "_verify_span", lambda self, header, layer, encoded: None)
+def test_a_checksum_that_is_not_compared(plant: Plant) -> None:
+    plant(RecordFormat, "_verify_span", lambda self, header, layer, encoded: None)
     assert "tokens are right" in _names(run(_scenario([FILE], [Fault(1.7, "damaged blocks", 0.9, 0.0, 0.1)])))
 
 
-def test_blocks_that_are_read_to_the_wrong_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_read_to_the_wrong_places(plant: Plant) -> None:
     get = FileStore.get
 
     async def get_turned(self: FileStore, reads: Sequence[Read]) -> list[bool]:
         views = [one.into for one in reads]
         return await get(self, [replace(one, into=views[place - 1]) for place, one in enumerate(reads)])
 
-    monkeypatch.setattr(FileStore, "get", get_turned)
+    plant(FileStore, "get", get_turned)
     assert "tokens are right" in _names(run(_scenario([FILE])))
 
 
-def test_a_tier_that_is_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_that_is_waited_for_without_end(plant: Plant) -> None:
     scenario = _scenario([FILE], [Fault(0.5, "hang", 0.0, 0.0, 60.0)])
     assert not run(scenario).violations
-    monkeypatch.setattr(Tier, "mark_late", lambda self, limit_s: None)
+    plant(Tier, "mark_late", lambda self, limit_s: None)
     assert "without a fault all is answered" in _names(run(scenario))
 
 
-def test_a_load_whose_end_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StoreLoader, "_on_load_ended", lambda self, load: None)
+def test_a_load_whose_end_is_not_reported(plant: Plant) -> None:
+    plant(StoreLoader, "_on_load_ended", lambda self, load: None)
     scenario = _scenario([FILE])
     names = _names(run(replace(scenario, world=replace(scenario.world, request_timeout_s=20.0, router={}))))
     assert {"nothing waits without an end", "nothing is on its way into a store"} <= names
 
 
-def test_a_pin_that_is_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_that_is_not_removed(plant: Plant) -> None:
     scenario = _scenario([FILE], [Fault(1.7, "pin", 0.1, 0.3, 1.0)])
     assert not run(scenario).violations
-    monkeypatch.setattr(FileStore, "_unpin", lambda self, hashes: 0)
+    plant(FileStore, "_unpin", lambda self, hashes: 0)
     assert "no pin is left" in _names(run(scenario))
 
 
-def test_files_that_are_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FileRoom, "_is_scan_due", lambda self: False)
+def test_files_that_are_never_evicted(plant: Plant) -> None:
+    plant(FileRoom, "_is_scan_due", lambda self: False)
     scenario = _scenario(["file:/kv?max_bytes=24KiB"], prompts=8)
     assert "blocks fit into their room" in _names(run(scenario))

@@ -17,6 +17,7 @@ from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.sim.loop import SimLoop, Simulation
 from kvferry.sim.network import Network, NetworkSpec
 from kvferry.sim.world import World
+from support.planted import planted
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +50,9 @@ def test_of_a_scenario(seed: int) -> None:
     assert not run(draw(seed)).violations
 
 
-def test_of_a_scenario_that_cannot_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(P2pWorkerSide, "close", lambda self: None)
-    assert run(draw(1)).violations
+def test_of_a_scenario_that_cannot_shut_down() -> None:
+    with planted(P2pWorkerSide, "close", lambda self: None):
+        assert run(draw(1)).violations
 
 
 @pytest.mark.parametrize("seconds", [0.4, 1.3, 2.0, 4.0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from msgspec import structs
 
 from kvferry.engine.scheduling.scheduler import Scheduler
@@ -20,14 +19,15 @@ from kvferry.router.choice.disaggregation import Threshold
 from kvferry.router.instances.instance import Instance, InstanceState
 from kvferry.store.tiered.breaker import Breaker
 from kvferry.transport.lookup_buffer.entries import EntryTable
+from support.planted import Plant
 
 
-def renew_nothing(patch: pytest.MonkeyPatch) -> None:
+def renew_nothing(plant: Plant) -> None:
     """No lease is renewed."""
-    patch.setattr(EntryTable, "renew", lambda self, *keys: None)
+    plant(EntryTable, "renew", lambda self, *keys: None)
 
 
-def take_any_generation(patch: pytest.MonkeyPatch) -> None:
+def take_any_generation(plant: Plant) -> None:
     """The fence holds for a key, whichever attempt was read."""
     take = EntryTable.take
 
@@ -35,15 +35,15 @@ def take_any_generation(patch: pytest.MonkeyPatch) -> None:
         entry = self._entries.get(key)
         return take(self, key, generation if entry is None else entry.generation, *args)
 
-    patch.setattr(EntryTable, "take", take_any)
+    plant(EntryTable, "take", take_any)
 
 
-def stay_open(patch: pytest.MonkeyPatch) -> None:
+def stay_open(plant: Plant) -> None:
     """A breaker that has opened once never closes."""
-    patch.setattr(Breaker, "is_open", property(lambda self: self.num_failures > 0))
+    plant(Breaker, "is_open", property(lambda self: self.num_failures > 0))
 
 
-def publish_early(patch: pytest.MonkeyPatch) -> None:
+def publish_early(plant: Plant) -> None:
     """A block is cached one token before it is full."""
     publish = SequenceBlocks.publish
 
@@ -53,10 +53,10 @@ def publish_early(patch: pytest.MonkeyPatch) -> None:
         publish(self, sequence)
         sequence.num_computed_tokens = computed
 
-    patch.setattr(SequenceBlocks, "publish", publish_one_token_early)
+    plant(SequenceBlocks, "publish", publish_one_token_early)
 
 
-def publish_answers_early(patch: pytest.MonkeyPatch) -> None:
+def publish_answers_early(plant: Plant) -> None:
     """At the end of an answer, the block that its last token fills is cached, although that token has no KV."""
     append = Scheduler._append
 
@@ -70,35 +70,35 @@ def publish_answers_early(patch: pytest.MonkeyPatch) -> None:
         sequence.tokens.pop()
         append(self, sequence, sampled)
 
-    patch.setattr(Scheduler, "_append", append_and_publish)
+    plant(Scheduler, "_append", append_and_publish)
 
 
-def stop_at_once(patch: pytest.MonkeyPatch) -> None:
+def stop_at_once(plant: Plant) -> None:
     """A fleet stops what it should drain."""
 
     def without_drains(*args: Any) -> list[Step]:
         steps = plan(*args)
         return [StopMember(one.name, "drained") if isinstance(one, Drain) else one for one in steps]
 
-    patch.setattr(controller, "plan", without_drains)
+    plant(controller, "plan", without_drains)
 
 
-def act_for_ever(patch: pytest.MonkeyPatch) -> None:
+def act_for_ever(plant: Plant) -> None:
     """A controller acts on after another one may have taken its place."""
-    patch.setattr(Election, "is_leader", True)
+    plant(Election, "is_leader", True)
 
 
-def surge_by_one_more(patch: pytest.MonkeyPatch) -> None:
+def surge_by_one_more(plant: Plant) -> None:
     """A roll starts one member more in advance than it may."""
 
     def with_more(fleet: DesiredFleet, *args: Any) -> list[Step]:
         roll = structs.replace(fleet.roll, surge=fleet.roll.surge + 1)
         return plan(structs.replace(fleet, roll=roll), *args)
 
-    patch.setattr(controller, "plan", with_more)
+    plant(controller, "plan", with_more)
 
 
-def fail_when_measured(patch: pytest.MonkeyPatch) -> None:
+def fail_when_measured(plant: Plant) -> None:
     """The router's rule for short prompts fails once it has measured enough hand-offs."""
     reason = Threshold.keeps_aggregated
 
@@ -107,10 +107,10 @@ def fail_when_measured(patch: pytest.MonkeyPatch) -> None:
             raise ZeroDivisionError("a mistake")
         return reason(self, *args)
 
-    patch.setattr(Threshold, "keeps_aggregated", fail)
+    plant(Threshold, "keeps_aggregated", fail)
 
 
-def stay_down(patch: pytest.MonkeyPatch) -> None:
+def stay_down(plant: Plant) -> None:
     """A router never uses an instance again that was down once."""
     mark_healthy = Instance.mark_healthy
 
@@ -118,4 +118,4 @@ def stay_down(patch: pytest.MonkeyPatch) -> None:
         if self.state is not InstanceState.DOWN:
             mark_healthy(self)
 
-    patch.setattr(Instance, "mark_healthy", is_well_once)
+    plant(Instance, "mark_healthy", is_well_once)
