@@ -60,6 +60,8 @@ class FleetScenario:
     """The table `[scale]`, if there is one. Without a `budget` that leaves a roll room, one of its members may be
     missing."""
     num_controllers: int = 1
+    max_instances: int = _MAX_INSTANCES
+    """Of a role of a fleet with `[scale]`."""
 
     @property
     def must_answer_all(self) -> bool:
@@ -81,7 +83,7 @@ class FleetScenario:
         role: dict[str, dict[str, Any]] = {"prefill": {"count": prefill}, "decode": {"count": decode}}
         table = {"name": "simulated", "model": "simulated", "mode": "pooling", "router": {"count": routers}}
         if self.scale is not None:
-            bounds = {"min": 0 if "idle" in self.scale else 1, "max": _MAX_INSTANCES}
+            bounds = {"min": 0 if "idle" in self.scale else 1, "max": self.max_instances}
             for name, other in (("prefill", "decode"), ("decode", "prefill")):
                 role[name] |= bounds | {"can_be": [other] if self.world.instance.takes_any_role else []}
             table |= {} if "budget" in self.scale else {"roll": {"unavailable": 1}}

@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -16,7 +17,6 @@ from cli.torch_blocked import TorchBlocked
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.flags import complete, flags_of
 from kvferry.cli.main import main
-from kvferry.core import dependencies
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes import running
@@ -80,7 +80,7 @@ def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match="--otlp-traces-endpoint needs the package 'opentelemetry-sdk'"):
         check_before_start(*said, RouterConfig(otlp_traces_endpoint="http://127.0.0.1:1/v1/traces"))
-    monkeypatch.setattr(dependencies, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
     store = {"store": "memory:1MiB?codec=lossless"}
     with pytest.raises(ConfigError, match="codec 'lossless' needs the package 'zstandard'"):
         check_before_start(
@@ -229,9 +229,10 @@ def test_settings_that_are_right(said: dict[str, Any]) -> None:
     check_transfer(json.dumps(said))
 
 
-@pytest.mark.parametrize("name", ["nixl", "mooncake"])
-def test_a_library_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.core.dependencies.find_spec", lambda module: None)
+@pytest.mark.parametrize(("name", "modules"), [("nixl", ("nixl", "nixl_cu12")), ("mooncake", ("mooncake",))])
+def test_a_library_that_is_not_installed(name: str, modules: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
     said = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": name}}
     with pytest.raises(ConfigError, match=rf"pip install 'kvferry\[{name}\]'"):
         check_transfer(json.dumps(said))

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,12 @@ from kvferry.core.names import ExtensionPoint
 POINT = ExtensionPoint("--thing", {"path": "pathlib:Path", "made": Path("/x")}, "kvferry.things")
 
 
-def test_by_table_by_entry_point_and_by_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = EntryPoints([EntryPoint("theirs", "pathlib:PosixPath", "kvferry.things")])
-    monkeypatch.setattr("kvferry.core.names.entry_points", lambda group: found.select(group=group))
+def test_by_table_by_entry_point_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "theirs-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: theirs\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[kvferry.things]\ntheirs = pathlib:PosixPath\n")
+    monkeypatch.syspath_prepend(tmp_path)
     assert POINT.names() == ["made", "path", "theirs"]
     assert POINT.find("path", Path) is Path
     assert POINT.find("made", Path) == Path("/x")

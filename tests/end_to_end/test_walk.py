@@ -21,11 +21,10 @@ import pytest
 from docs_site.commands import commands as every_command
 from kvferry.cli.main import HELP, app, main
 from kvferry.cli.serving import instance, serve
-from kvferry.fleet.processes.vllm import instances as vllm_instances
-from kvferry.fleet.processes.vllm.environment import VllmEnvironment
 from kvferry.fleet.processes.vllm.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
+VLLM_PYTHON = str(ROOT / "tests" / "support" / "vllm_pythons" / "on_cpu")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -73,12 +72,13 @@ def test_every_command_is_understood(command: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "check_before_start", lambda *what, **more: None)
     monkeypatch.setattr("kvferry.router.server.run_router", lambda *what, **more: started.append(what) or 0)
     monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "as the pages say")
-    found = VllmEnvironment(sys.executable, "0.32.0", has_kvferry=True, on_cpu=True)
-    monkeypatch.setattr(vllm_instances, "find_vllm", lambda python: found)
     words = shlex.split(
         command.partition(" #")[0].partition(" | ")[0].partition(" > ")[0].replace("MODEL", "kvferry/tiny-python")
     )
     words = words[words.index("kvferry") + 1 :]
+    if "vllm" in words:
+        monkeypatch.setenv("KVFERRY_ENGINE_PYTHON", VLLM_PYTHON)
+        words = [VLLM_PYTHON if word == "/opt/vllm/bin/python" else word for word in words]
     if (
         words[0] not in ("serve", "prefill", "decode", "router") or "--tls-cert" in words
     ):  # these do something by themselves, or need files

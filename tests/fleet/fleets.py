@@ -66,6 +66,7 @@ def attended(
     failure: FailureSpec = USUAL,
     *,
     grace_s: float = 10.0,
+    end_margin_s: float = 5.0,
     cores: Cores = (0,),
     fork_server: Any = None,
     **counts: int,
@@ -77,6 +78,7 @@ def attended(
         display,
         token=SECRET,
         grace_s=grace_s,
+        end_margin_s=end_margin_s,
         fork_server=fork_server,
     )
 

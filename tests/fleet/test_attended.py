@@ -32,7 +32,6 @@ from fleet.children import (
 from fleet.fleets import NO_RESTARTS, SECRET, attended, run, up
 from fleet.processes.test_external_servers import foreign
 from fleet.recording import RecordingDisplay
-from kvferry.cli.serving import attended as foreground
 from kvferry.core.errors import ConfigError
 from kvferry.fleet import places
 from kvferry.fleet.control.ledger import Ledger
@@ -178,10 +177,9 @@ async def test_ending_by_a_call_even_before_it_begins() -> None:
     assert await task == 0
 
 
-async def test_who_does_not_end_is_killed_when_the_grace_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreground.AttendedFleet, "end_margin_s", 0.0)
+async def test_who_does_not_end_is_killed_when_the_grace_is_over() -> None:
     display = RecordingDisplay()
-    task = await up(display, {"both": stubborn}, grace_s=0.2)
+    task = await up(display, {"both": stubborn}, grace_s=0.2, end_margin_s=0.0)
     assert await end_by(signal.SIGINT, task) == 0
     assert ["both-0", "no"] in display.of("line")
     assert display.of("note") == [
@@ -301,11 +299,9 @@ SUPERVISE = """
 import asyncio, sys
 from fleet.fleets import run
 from fleet.test_attended import crashes_when_told, stubborn
-from kvferry.cli.serving import attended
 from kvferry.fleet.display import PlainDisplay
-attended.AttendedFleet.end_margin_s = 0.0
 makes = {"prefill": crashes_when_told, "decode": stubborn}
-sys.exit(asyncio.run(run(PlainDisplay(), makes, grace_s=0.2)))
+sys.exit(asyncio.run(run(PlainDisplay(), makes, grace_s=0.2, end_margin_s=0.0)))
 """
 
 

@@ -6,7 +6,6 @@ import pytest
 from msgspec import structs
 
 from hunts import __main__ as command
-from hunts import fleet_scenario
 from hunts.faults import OUTSIDE, Fault, Kind
 from hunts.fleet_scenario import KINDS, Change, ChangeKind, FleetScenario, draw_fleet, run_fleet
 from hunts.hunt import shrink
@@ -109,9 +108,8 @@ def _take_the_dead_for_ready(plant: Plant) -> None:
 
 
 def test_a_role_that_has_more_members_than_it_may(plant: Plant) -> None:
-    plant(fleet_scenario, "_MAX_INSTANCES", 2)
     scale = {"ttft": "1s", "itl": "1s", "cool_down": "1m"}
-    scenario = replace(_scenario(Change(0.1, "roll", 0.0, 0.0, 0.0)), scale=scale)
+    scenario = replace(_scenario(Change(0.1, "roll", 0.0, 0.0, 0.0)), scale=scale, max_instances=2)
     assert not run_fleet(scenario).violations
     plant(controller, "plan", lambda fleet, *rest: plan(_without_max(fleet), *rest))
     assert {one.name for one in run_fleet(scenario).violations} == {"a fleet stays within its bounds"}

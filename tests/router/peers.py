@@ -78,7 +78,7 @@ class Peer:
     answering: Answering
     facts: dict[str, Any] | None = None
     vllm: str = ""
-    metrics: Callable[[Peer], Awaitable[str]] | None = None
+    metrics: Callable[[Peer], Awaitable[str | Response]] | None = None
     healthy: bool = True
     hangs: bool = False
     release_hangs: bool = False
@@ -156,7 +156,8 @@ class Peer:
         return JSONResponse({}, status_code=404)
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(await self.metrics(self) if self.metrics else "", media_type="text/plain")
+        answer = await self.metrics(self) if self.metrics else ""
+        return Response(answer, media_type="text/plain") if isinstance(answer, str) else answer
 
     async def _vllm_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "vllm"}]})

@@ -164,11 +164,8 @@ def test_a_store_that_is_too_small_is_told(model_maker: ModelMaker, tmp_path: Pa
 
 
 @pytest.mark.parametrize("num_present", [4, 3])
-async def test_what_others_have_on_its_way_to_the_store_is_not_waited_for(
-    num_present: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_others_have_on_its_way_to_the_store_is_not_waited_for(num_present: int) -> None:
     """A busy instance always has something on its way: all blocks there, or no more coming, is the end."""
-    monkeypatch.setattr("kvferry.cli.cache.warming.Warming.stalled_s", 0.0)
     pinned = []
 
     class Busy(Server):
@@ -189,6 +186,7 @@ async def test_what_others_have_on_its_way_to_the_store_is_not_waited_for(
     async with HttpClient() as client:
         document = Document("d", {"prompt": [1] * 8})
         one = Warming(Busy(client, "http://127.0.0.1:1"), document, None, 60.0, lambda *_: None)
+        one.stalled_s = 0.0
         outcome = await one.run(pin=True)
     assert (outcome.num_kept, outcome.error is None) == (num_present, num_present == 4)
     assert (pinned[-1] is True) == (num_present == 4)

@@ -119,7 +119,7 @@ class MemoryFront(RouterClient):
         return self.stranger
 
     async def views(self, router: str) -> Mapping[str, RouterInstanceView] | None:
-        return self._views() if self.answers else None
+        return self.instance_views() if self.answers else None
 
     async def declare(
         self,
@@ -134,7 +134,7 @@ class MemoryFront(RouterClient):
         self.declared = {one.name: (one.role, one.unit) for one in instances}
         self.urls = {one.name: one.url for one in instances}
         self.draining = set(draining) & set(self.declared)
-        return self._views()
+        return self.instance_views()
 
     async def plan(self, router: str) -> FleetPlan | None:
         return self.told if self.answers else None
@@ -142,7 +142,7 @@ class MemoryFront(RouterClient):
     async def traffic(self, router: str, seconds: float, most: int) -> TrafficReport | None:
         return self.reported()
 
-    def _views(self) -> dict[str, RouterInstanceView]:
+    def instance_views(self) -> dict[str, RouterInstanceView]:
         return self.operators | {
             name: RouterInstanceView(
                 name=name,

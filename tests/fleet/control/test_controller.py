@@ -14,11 +14,11 @@ import pytest
 
 from fleet.control.memory import MemoryBackend, MemoryFront
 from fleet.recording import RecordingDisplay
-from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.backend import MemberSpec
 from kvferry.fleet.control.controller import Controller, Detached, End, FleetFailed, ShutdownRequested
-from kvferry.fleet.control.ledger import FleetStatus, Ledger
+from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.router_client import RouterInstanceView
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 from support.waiting import eventually
@@ -51,13 +51,14 @@ def replica(units: int, *, stamp: str = "") -> DesiredFleet:
 class Controlled:
     """A fleet in memory, and one controller at a time."""
 
-    def __init__(self, folder: Path, fleet: DesiredFleet) -> None:
+    def __init__(self, folder: Path, fleet: DesiredFleet, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.clock = clock
         self.ledger, self.backend, self.front = Ledger(folder / "f"), MemoryBackend(), MemoryFront()
         self.display = RecordingDisplay()
         self.ledger.apply(fleet)
 
     def controller(self, **more: Any) -> Controller:
-        return Controller(self.ledger, self.backend, self.front, self.display, SYSTEM_CLOCK, **{"grace_s": 7.0, **more})
+        return Controller(self.ledger, self.backend, self.front, self.display, self.clock, **{"grace_s": 7.0, **more})
 
     @asynccontextmanager
     async def running(self, **more: Any) -> AsyncIterator[asyncio.Task[End]]:
@@ -348,20 +349,14 @@ async def test_whatever_keeps_a_member_from_being_started_the_rest_is_looked_aft
         assert not task.done()
 
 
-async def test_a_status_that_could_not_be_written_is_written_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_status_that_could_not_be_written_is_written_later(tmp_path: Path) -> None:
     made = Controlled(tmp_path, pooling())
-    written = made.ledger.write_status
-    failures = iter(range(3))
-
-    def full(status: FleetStatus) -> None:
-        if next(failures, None) is not None:
-            raise OSError(28, "No space left on device")
-        written(status)
-
-    monkeypatch.setattr(made.ledger, "write_status", full)
-    async with made.running():
+    in_its_place = made.ledger.folder / "status.json"
+    in_its_place.mkdir()
+    async with made.running() as task:
+        await ticks(made.backend, 20)
+        assert not task.done()
+        in_its_place.rmdir()
         await made.settled()
 
 
@@ -379,7 +374,7 @@ async def test_an_operator_drains_an_instance_at_a_router_and_it_is_replaced(tmp
     async with made.running():
         await made.settled()
         made.front.draining.add(DECODE)
-        views = made.front._views()
+        views = made.front.instance_views()
         assert views[DECODE].draining
         declare = made.front.declare
 

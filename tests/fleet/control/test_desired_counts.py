@@ -12,7 +12,7 @@ import pytest
 
 from fleet.control.test_controller import DECODE, PREFILL, Controlled, pooling, ticks
 from fleet.scaling.exact import observed, poisson
-from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.clock import SystemClock
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import TrafficReport
 from kvferry.fleet.control.controller import Detached
@@ -205,16 +205,15 @@ async def test_recommendations_are_only_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])
-async def test_a_clock_that_is_set_makes_no_fleet_idle_and_releases_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float
-) -> None:
-    made = Controlled(tmp_path, scaled(least=0, idle="60s", cool_down="30s"))
+async def test_a_clock_that_is_set_makes_no_fleet_idle_and_releases_nothing(tmp_path: Path, step_s: float) -> None:
+    clock = SystemClock()
+    made = Controlled(tmp_path, scaled(least=0, idle="60s", cool_down="30s"), clock)
     made.front.reported = asked = Traffic(8.0)
     async with made.running():
         await followed(made)
         serving, before = made.backend.serving, decided(made)
         asked.stopped_at = time.time()
-        monkeypatch.setattr(SYSTEM_CLOCK, "wall", lambda: time.time() + step_s)
+        clock.wall = lambda: time.time() + step_s
         await ticks(made.backend, 20)
         assert (made.backend.serving, decided(made)) == (serving, before)
 

@@ -119,8 +119,8 @@ def test_the_history_is_in_order_and_lines_that_are_torn_are_passed_over(ledger:
     ]
 
 
-def test_the_history_is_bounded_and_keeps_the_newest(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.Ledger, "max_history_bytes", 2000)
+def test_the_history_is_bounded_and_keeps_the_newest(ledger: Ledger) -> None:
+    ledger.max_history_bytes = 2000
     ledger.apply(fleet())
     for number in range(500):
         ledger.record("start", f"both-{number}")
@@ -130,8 +130,8 @@ def test_the_history_is_bounded_and_keeps_the_newest(ledger: Ledger, monkeypatch
     assert len(names) > 5
 
 
-def test_one_line_that_is_longer_than_all_that_is_kept(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.Ledger, "max_history_bytes", 200)
+def test_one_line_that_is_longer_than_all_that_is_kept(ledger: Ledger) -> None:
+    ledger.max_history_bytes = 200
     ledger.apply(fleet())
     ledger.record("failed", "both-0", "x" * 1000)
     ledger.record("start", "both-0")

@@ -158,7 +158,7 @@ async def test_a_spec_is_followed_and_a_wrong_one_is_not(tmp_path: Path, caplog:
         await made.look()
         assert told(routers)[0] is not None
         assert told(routers)[0].desired == {"prefill": 2, "decode": 4}  # type: ignore[union-attr]
-        file._path.write_text("name = 3")
+        (tmp_path / "chat.toml").write_text("name = 3")
         await made.look()
         assert told(routers)[0].desired == {"prefill": 2, "decode": 4}  # type: ignore[union-attr]
         assert "what was wanted before stays in force" in caplog.text

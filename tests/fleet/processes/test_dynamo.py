@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,35 +12,37 @@ import pytest
 from kvferry.bridge.dynamo.member import MemberSettings
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.processes.vllm import instances
-from kvferry.fleet.processes.vllm.environment import VllmEnvironment
 from kvferry.fleet.processes.vllm.instances import VllmInstances, VllmPlacement
 from kvferry.fleet.spec.fleet_spec import fleet_from
 from kvferry.fleet.spec.kv_transfer import InstanceRole
 from kvferry.fleet.spec.settings import EngineChoice, InstanceSpec
 
 EVENTS = '--kv-events-config={"endpoint": "tcp://127.0.0.1:*"}'
+PYTHONS = Path(__file__).parents[2] / "support" / "vllm_pythons"
 PLACES: tuple[InstanceRole, ...] = ("prefill", "decode", "both")
 
 
-def made(
-    monkeypatch: pytest.MonkeyPatch,
-    *arguments: str,
-    has_kvferry: bool = True,
-    names: tuple[str, ...] = (),
-    module: str = "json",
-) -> VllmInstances:
-    """As in an environment that has Dynamo, which is `module`."""
-    found = VllmEnvironment(sys.executable, "0.32.0", has_kvferry, True)
-    monkeypatch.setattr(instances, "find_vllm", lambda python: found)
-    monkeypatch.setattr(instances, "DYNAMO_MODULE", module)
-    choice = EngineChoice(engine="vllm", engine_argument=arguments)
+def made(*arguments: str, python: str = "on_cpu", names: tuple[str, ...] = ()) -> VllmInstances:
+    """With the Python of an environment."""
+    choice = EngineChoice(engine="vllm", engine_python=str(PYTHONS / python), engine_argument=arguments)
     instance = InstanceSpec(served_model_name=names, kv_transfer_config='{"kv_connector":"NixlConnector"}')
     return VllmInstances.from_settings(EngineConfig(model="some/model"), choice, instance, splits=True, for_dynamo=True)
 
 
-def test_a_worker_runs_under_a_process_that_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, ports = made(monkeypatch, "--dtype=float32", EVENTS, names=("m",)), set()
+@pytest.fixture
+def dynamo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The module of Dynamo's workers, which every Python finds."""
+    module = tmp_path / "dynamo" / "vllm.py"
+    module.parent.mkdir()
+    for path in (module, module.with_name("__init__.py")):
+        path.touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return module
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_worker_runs_under_a_process_that_serves_it() -> None:
+    fleet, ports = made("--dtype=float32", EVENTS, names=("m",)), set()
     for number, role in enumerate(PLACES):
         process = fleet.process(VllmPlacement(role, f"{role}-0", number, "127.0.0.1", 0, (0,), 1, {}, grace_s=7))
         assert process.foreign is not None
@@ -49,7 +51,7 @@ def test_a_worker_runs_under_a_process_that_serves_it(monkeypatch: pytest.Monkey
         assert (settings.role, settings.name, settings.grace_s) == (role, f"{role}-0", 7)
         assert process.foreign.url == f"http://127.0.0.1:{settings.port}"
         worker = list(settings.command)
-        assert worker[:3] == [sys.executable, "-m", "dynamo.vllm"]
+        assert worker[:3] == [str(PYTHONS / "on_cpu"), "-m", "dynamo.vllm"]
         assert ("--disaggregation-mode" in worker) == (role != "both")
         assert json.loads(worker[worker.index("--kv-transfer-config") + 1])["kv_connector"] == "NixlConnector"
         assert worker[worker.index("--served-model-name") + 1] == "m"
@@ -59,17 +61,19 @@ def test_a_worker_runs_under_a_process_that_serves_it(monkeypatch: pytest.Monkey
     assert EVENTS not in ports
 
 
-def test_what_cannot_be_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_started_is_refused(dynamo: Path) -> None:
     wrong: tuple[tuple[tuple[str, ...], dict[str, Any], str], ...] = (
         (("--disaggregation-mode=decode",), {}, "--disaggregation-mode after -- is set by kvferry"),
         (("--endpoint", "dyn://a.b.c"), {}, "--endpoint after -- is set by kvferry"),
-        ((), {"has_kvferry": False}, "install it in the environment"),
+        ((), {"python": "without_kvferry"}, "install it in the environment"),
         ((), {"names": ("a", "b")}, "has one name"),
-        ((), {"module": "no_such_module_anywhere"}, "cannot be imported"),
     )
     for arguments, changes, complaint in wrong:
         with pytest.raises(ConfigError, match=complaint):
-            made(monkeypatch, *arguments, **changes)
+            made(*arguments, **changes)
+    dynamo.unlink()
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        made()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from contextlib import suppress
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.http.server import connection, http_server
 from kvferry.http.server.listen import listen
+from support.waiting import eventually
 
 from ..running import Handlers, Wire, request, running, wire
 
@@ -80,11 +80,11 @@ async def test_who_waits_to_be_let_in_at_the_end_gets_an_answer() -> None:
             writer.close()
 
 
-async def test_who_had_connected_before_the_end_and_sends_nothing_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connection, "_FIRST_REQUEST_S", 0.0)
+async def test_who_had_connected_before_the_end_and_sends_nothing_is_not_waited_for() -> None:
     async with running(Handlers(), shutdown_grace_s=600.0) as served, wire(served.port) as client:
+        await eventually(lambda: served.server.service.connections)
+        (connection,) = served.server.service.connections
+        connection.first_request_s = 0.0
         served.server.stop()
         assert await client.to_end() == b""
 
@@ -170,12 +170,9 @@ class Endless:
 
 
 @pytest.mark.parametrize("by", ["grace", "second signal", "signal before"])
-async def test_what_is_to_be_done_last_has_no_longer_than_requests_have(
-    by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server.HttpServer, "min_cleanup_s", 0.0)
+async def test_what_is_to_be_done_last_has_no_longer_than_requests_have(by: str) -> None:
     async with running(Handlers(), shutdown_grace_s=0.1 if by == "grace" else 600.0) as served:
-        pass
+        served.server.min_cleanup_s = 0.0
     if by == "signal before":
         served.server.abort()
     last = Endless()

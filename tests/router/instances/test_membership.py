@@ -173,15 +173,13 @@ async def test_what_an_instance_answers_keeps_no_other_from_being_drained(monkey
         (200, b"vllm:num_requests_running nonsense\n", False),
     ],
 )
-async def test_only_what_says_so_is_drained(status: int, text: bytes, drained: bool, monkeypatch: Any) -> None:
-    d = a_decode()
+async def test_only_what_says_so_is_drained(status: int, text: bytes, drained: bool) -> None:
+    async def metrics(peer: Peer) -> Response:
+        return Response(text, status)
+
+    d = Peer("decode", answer, facts=DECODE, metrics=metrics)
     async with instances(d), routing([], [d.url]) as (router, _):
         leaving = router.membership.drain("decode-0")
-
-        async def asked(*arguments: Any, **more: Any) -> tuple[int, bytes]:
-            return status, text
-
-        monkeypatch.setattr(Connections, "ask", asked)
         await router.membership.check_drained(leaving)
         assert leaving.drained is drained
 

@@ -121,13 +121,9 @@ async def test_what_cannot_be_taken_off_again_is_not_asked_for(fields: dict[str,
 
 
 @pytest.mark.parametrize("alive", [False, True])
-async def test_an_instance_that_is_gone_keeps_no_other_from_keeping(
-    alive: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "kvferry.router.instances.health.Health.new_instance_poll_s", 60.0
-    )  # nobody looks at it meanwhile
+async def test_an_instance_that_is_gone_keeps_no_other_from_keeping(alive: bool) -> None:
     async with fleet(health_interval_s=60) as (router, url, _ps, d), unused_address() as nobody:
+        router.health.new_instance_poll_s = 60.0  # nobody looks at it meanwhile
         other = router.services.pools.decode.add(nobody)  # nobody knows what it is
         if not alive:
             other.mark_down("it is off")
@@ -161,21 +157,21 @@ async def test_a_ticket_is_good_for_once() -> None:
         assert "remote_transfer_id" not in told(next(one for one in ps if one is not first))
 
 
-async def test_a_ticket_that_reached_nobody_is_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_ticket_that_reached_nobody_is_the_next_ones() -> None:
     async with fleet(num_prefill=2) as (router, url, ps, d), unused_address() as nobody:
         await post(url)
         first = next(number for number, one in enumerate(ps) if not one.calls)  # by turns
         gone, other = router.services.pools.prefill.instances[first], ps[1 - first]
-        monkeypatch.setattr(gone, "address", Address.parse(nobody, 0))
+        gone.address = Address.parse(nobody, 0)
         await post(url)
         assert told(other)["remote_transfer_id"] == "kept-1"
         assert d.released.empty()
 
 
-async def test_a_ticket_is_released_when_no_prefill_instance_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_ticket_is_released_when_no_prefill_instance_is_reached() -> None:
     async with fleet() as (router, url, (p,), d), unused_address() as nobody:
         await post(url)
-        monkeypatch.setattr(router.services.pools.prefill.instances[0], "address", Address.parse(nobody, 0))
+        router.services.pools.prefill.instances[0].address = Address.parse(nobody, 0)
         await post(url)
         assert len(p.calls) == 1
         async with asyncio.timeout(30):

@@ -83,10 +83,7 @@ async def controlling(
 
 class AttendedFleet:
     """Runs one fleet, once, in a private temporary folder. `grace_s`: between SIGTERM and SIGKILL, for the routers and
-    again for the instances."""
-
-    end_margin_s = 5.0
-    """Seconds beyond its own grace period after which a process is killed."""
+    again for the instances; a process is killed `end_margin_s` after it."""
 
     def __init__(
         self,
@@ -96,10 +93,11 @@ class AttendedFleet:
         *,
         token: str,
         grace_s: float,
+        end_margin_s: float = 5.0,
         fork_server: ForkServer | None = None,
     ) -> None:
         self._fleet, self._make_recipe, self._display = fleet, make_recipe, display
-        self._token, self._grace_s, self._fork_server = token, grace_s + self.end_margin_s, fork_server
+        self._token, self._grace_s, self._fork_server = token, grace_s + end_margin_s, fork_server
         self._controller: Controller | None = None
         self._backend: FleetBackend | None = None
         self._aborting = set[asyncio.Task[None]]()

@@ -35,12 +35,13 @@ _HEAD_PIECE_BYTES, _BODY_PIECE_BYTES = 4096, 65536
 """Bytes parsed before the number of waiting requests is checked: a client may send hundreds ahead of their turn."""
 _MAX_WAITING = 8
 _LINGER_BYTES = 4 * 1024 * 1024
-_FIRST_REQUEST_S = 2.0
-"""Seconds that a stopping server waits for the first request of a new connection."""
 
 
 class ServerConnection(asyncio.Protocol):
     """Reads requests from one client and writes the answers to it. The `Acceptor` creates one for each connection."""
+
+    first_request_s = 2.0
+    """Seconds that a stopping server waits for the first request of a new connection."""
 
     def __init__(self, service: Service, side: Side, client: str) -> None:
         self._service, self._side, self.client, self._caller = service, side, client, Caller(client.encode())
@@ -292,7 +293,7 @@ class ServerConnection(asyncio.Protocol):
         if self._state == "idle":
             self._close()
         elif self._state in ("opened", "head"):
-            self._deadline = min(self._deadline, self._service.loop.time() + _FIRST_REQUEST_S)
+            self._deadline = min(self._deadline, self._service.loop.time() + self.first_request_s)
 
     def abort_request(self) -> None:
         """End the running request with the reason."""

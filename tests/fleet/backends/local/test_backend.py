@@ -57,12 +57,13 @@ MAKES: dict[MemberRole, Make] = {
 
 @asynccontextmanager
 async def backend(
-    folder: Path, *, outlives: bool = True, makes: Any = MAKES, addresses: Any = ()
+    folder: Path, *, outlives: bool = True, makes: Any = MAKES, addresses: Any = (), written_s: float = 10.0
 ) -> AsyncIterator[tuple[LocalBackend, RecordingDisplay]]:
     """One that has been opened; it is closed at the end."""
     display = RecordingDisplay()
     context = BackendContext(folder, lambda fleet: Programs(fleet, makes, (0,), addresses), display, outlives=outlives)
     one = LocalBackend(context)
+    one.written_s = written_s
     one.use(fleet_of(makes))
     async with asyncio.timeout(HANGS_S):
         try:
@@ -338,10 +339,7 @@ def torn(path: Path, pid: int) -> None:
 
 
 @pytest.mark.parametrize("forge", [another_start, nothing, torn])
-async def test_another_process_is_never_taken_for_a_member_nor_signalled(
-    folder: Path, forge: Forge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvferry.fleet.backends.local.backend._WRITTEN_S", 0.1)
+async def test_another_process_is_never_taken_for_a_member_nor_signalled(folder: Path, forge: Forge) -> None:
     async with backend(folder) as (one, _):
         await start(one, "decode-0")
         await until(one, "decode-0", MemberState.SERVING)
@@ -353,7 +351,7 @@ async def test_another_process_is_never_taken_for_a_member_nor_signalled(
         os.kill(ours, signal.SIGKILL)
         reaped(ours)
         forge(folder / "members" / "decode-0" / "process", stranger.pid)
-        async with backend(folder) as (other, _):
+        async with backend(folder, written_s=0.1) as (other, _):
             assert named(other, "decode-0").state is MemberState.ENDED
             await other.stop("decode-0", 0.0)
             assert other.members() == []

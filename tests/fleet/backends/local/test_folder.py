@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.fleet.backends.local import folder as module
 from kvferry.fleet.backends.local.folder import FileTail, MemberFolder, MemberRecord
 from kvferry.fleet.processes.start_time import started_at
 
@@ -133,11 +132,11 @@ def test_what_was_there_may_be_passed_over(tmp_path: Path) -> None:
     tail.close()
 
 
-def test_a_log_is_bounded_and_no_line_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.FileTail, "max_log_bytes", 100)
+def test_a_log_is_bounded_and_no_line_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.touch()
     tail, seen = FileTail(path, bounded=True), []
+    tail.max_log_bytes = 100
     with path.open("ab", buffering=0) as writer:
         for number in range(100):
             writer.write(b"line %d\nand no e" % number)
@@ -149,11 +148,11 @@ def test_a_log_is_bounded_and_no_line_is_lost(tmp_path: Path, monkeypatch: pytes
     tail.close()
 
 
-def test_messages_are_never_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.FileTail, "max_log_bytes", 10)
+def test_messages_are_never_emptied(tmp_path: Path) -> None:
     path = tmp_path / "messages"
     path.write_bytes(b"a long message\n")
     tail = FileTail(path)
+    tail.max_log_bytes = 10
     assert list(tail.chunks()) == [b"a long message\n"]
     assert path.read_bytes() == b"a long message\n"
     tail.close()

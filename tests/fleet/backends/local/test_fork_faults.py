@@ -17,7 +17,6 @@ import pytest
 
 from fleet.fleets import attended
 from fleet.recording import RecordingDisplay
-from kvferry.cli.serving import attended as foreground
 from kvferry.cli.serving.attended import AttendedFleet
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local import fork_server as module
@@ -132,6 +131,7 @@ class Fleet:
             {"decode": lambda name: ProcessSpec(name, (*MEMBER, "decode"), THREADS, forks=True, settings=DECODE)},
             FailureSpec(hang="0s", backoff=("10ms", "50ms")),
             grace_s=grace_s,
+            end_margin_s=0.0,
             fork_server=self.server,
             decode=2,
         )
@@ -155,12 +155,6 @@ class Fleet:
 
     async def up(self) -> None:
         await self.display.until(lambda seen: bool(seen.of("up")))
-
-
-@pytest.fixture
-def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grace periods are exactly as they are told."""
-    monkeypatch.setattr(foreground.AttendedFleet, "end_margin_s", 0.0)
 
 
 async def test_a_child_that_nobody_wants_any_more_is_ended_and_the_next_is_forked() -> None:
@@ -190,7 +184,7 @@ async def test_a_child_that_comes_in_the_moment_of_the_cancellation_is_ended(mon
         await eventually(lambda: len(forked()) == 1)
 
 
-async def test_the_end_while_the_second_is_forked(monkeypatch: pytest.MonkeyPatch, no_margin: None) -> None:
+async def test_the_end_while_the_second_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     others, num_forks = children(), 0
     one = Fleet()
     asked = one.server.fork
@@ -209,7 +203,7 @@ async def test_the_end_while_the_second_is_forked(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("program", [FORKS, IMPORTS_FOR_EVER])
-async def test_the_end_while_the_forking_process_is_started_anew(program: str, no_margin: None) -> None:
+async def test_the_end_while_the_forking_process_is_started_anew(program: str) -> None:
     others, one = children(), Fleet(end_s=HANGS_S)
     async with asyncio.timeout(HANGS_S):
         await one.up()
@@ -223,9 +217,7 @@ async def test_the_end_while_the_forking_process_is_started_anew(program: str, n
         await eventually(lambda: children() <= others)
 
 
-async def test_one_that_stands_still_is_waited_for_no_longer_than_told(
-    monkeypatch: pytest.MonkeyPatch, no_margin: None
-) -> None:
+async def test_one_that_stands_still_is_waited_for_no_longer_than_told(monkeypatch: pytest.MonkeyPatch) -> None:
     others, one = children(), Fleet()
     async with asyncio.timeout(HANGS_S):
         await one.up()
@@ -251,7 +243,7 @@ async def test_the_ends_of_children_are_seen_while_the_forking_process_hangs() -
         assert await fork(server) is not None  # of the same process
 
 
-async def test_ctrl_c_ends_everything_within_the_grace_while_the_forking_process_hangs(no_margin: None) -> None:
+async def test_ctrl_c_ends_everything_within_the_grace_while_the_forking_process_hangs() -> None:
     """And an instance that ends meanwhile is started without it."""
     others, one = children(), Fleet(grace_s=HANGS_S)
     async with asyncio.timeout(HANGS_S):

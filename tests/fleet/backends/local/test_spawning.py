@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,10 +22,14 @@ SERVE = ("serve", "m", "--port=0")
 
 
 @pytest.fixture(autouse=True)
-def _no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(spawning, "CUDA_DEVICE", "/nowhere")
+def _nothing_is_left() -> Iterator[None]:
     yield
     spawning.discard_early_fork_process()
+
+
+def start_early(arguments: Sequence[str]) -> None:
+    """On a machine without a GPU."""
+    spawning.start_fork_process_early(arguments, cuda_device="/nowhere")
 
 
 def num_children() -> int:
@@ -45,20 +49,19 @@ def num_children() -> int:
 )
 def test_commands_that_fork_nothing_start_none(arguments: tuple[str, ...]) -> None:
     before = num_children()
-    spawning.start_fork_process_early(arguments)
+    start_early(arguments)
     assert num_children() == before
     assert spawning.take_early_fork_process() is None
 
 
-def test_none_is_started_beside_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(spawning, "CUDA_DEVICE", str(tmp_path))
-    spawning.start_fork_process_early(SERVE)
+def test_none_is_started_beside_gpus(tmp_path: Path) -> None:
+    spawning.start_fork_process_early(SERVE, cuda_device=str(tmp_path))
     assert spawning.take_early_fork_process() is None
 
 
 def test_its_environment_has_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_API_KEY", "secret")
-    spawning.start_fork_process_early(SERVE)
+    start_early(SERVE)
     started = spawning.take_early_fork_process()
     assert started is not None
     pid, ours = started
@@ -73,7 +76,7 @@ def test_its_environment_has_no_settings(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_the_server_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    spawning.start_fork_process_early(SERVE)
+    start_early(SERVE)
     early = {child.pid for child in psutil.Process().children()}
     server = ForkServer(cuda_device=Path("/nowhere"))
     nothing = os.memfd_create("nothing")
@@ -92,7 +95,7 @@ async def test_the_server_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_one_that_is_not_needed_is_ended() -> None:
     before = num_children()
-    spawning.start_fork_process_early(SERVE)
+    start_early(SERVE)
     assert num_children() == before + 1
     await ForkServer().close()
     assert num_children() == before
@@ -102,8 +105,7 @@ def test_it_ends_with_the_command_that_started_it() -> None:
     program = (
         "import os, psutil\n"
         "from kvferry.fleet.backends.local import spawning\n"
-        "spawning.CUDA_DEVICE = '/nowhere'\n"
-        f"spawning.start_fork_process_early({SERVE!r})\n"
+        f"spawning.start_fork_process_early({SERVE!r}, cuda_device='/nowhere')\n"
         "started = spawning.take_early_fork_process()\n"
         "print(started[0], flush=True)\n"
         "os._exit(1)\n"

@@ -21,27 +21,32 @@ from kvferry.fleet.processes.cpu import Cores, cores_of
 from kvferry.fleet.processes.process import ExternalServer, ProcessSpec, RouterGroup
 from kvferry.fleet.processes.process_settings import RouterProcess
 from kvferry.fleet.processes.recipe import LocalRecipe
-from kvferry.fleet.processes.vllm import environment, instances
-from kvferry.fleet.processes.vllm.environment import VllmEnvironment, find_vllm
+from kvferry.fleet.processes.vllm import instances
+from kvferry.fleet.processes.vllm.environment import find_vllm
 from kvferry.fleet.processes.vllm.ports import SPACING, free_ports
 from kvferry.fleet.processes.vllm.resources import share_devices, visible_devices
 from kvferry.fleet.processes.vllm.start import START
 from kvferry.fleet.spec.fleet_spec import MemberRole
 from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
 
+PYTHONS = Path(__file__).parents[3] / "support" / "vllm_pythons"
+ON_GPU = PYTHONS / "on_gpu"
 LOG = Path(__file__).with_name("vllm_start.txt")
 
 
 @pytest.fixture(autouse=True)
-def _an_environment_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        instances, "find_vllm", lambda python: VllmEnvironment(python or "python", "0.32.0", True, True)
-    )
+def _an_environment_without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
 
-def fleet(prefill: int = 1, decode: int = 1, transfer: Any = None, arguments: tuple[str, ...] = ()) -> LocalRecipe:
+def fleet(
+    prefill: int = 1,
+    decode: int = 1,
+    transfer: Any = None,
+    arguments: tuple[str, ...] = (),
+    python: Path = PYTHONS / "on_cpu",
+) -> LocalRecipe:
     return recipe(
         prefill,
         decode,
@@ -50,7 +55,7 @@ def fleet(prefill: int = 1, decode: int = 1, transfer: Any = None, arguments: tu
         instance=InstanceSpec(kv_transfer_config=None if transfer is None else json.dumps(transfer)),
         spec=FleetSpec(prefill=prefill, decode=decode),
         listen=Listen(host="127.0.0.2", port=9000),
-        choice=EngineChoice(engine="vllm", engine_python="/v/bin/python", engine_argument=arguments),
+        choice=EngineChoice(engine="vllm", engine_python=str(python), engine_argument=arguments),
     )
 
 
@@ -81,7 +86,7 @@ def test_each_server_has_a_role_and_ports_and_cores_of_its_own() -> None:
     assert [spec.name for spec in found] == ["prefill-0", "prefill-1", "decode-0"]
     for number, spec in enumerate(found):
         cores = cores_at(number, made)
-        assert spec.command[:5] == ("/v/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", "some/model")
+        assert spec.command[:5] == (str(PYTHONS / "on_cpu"), "-m", "vllm.entrypoints.cli.main", "serve", "some/model")
         assert spec.command[-3:] == ("--dtype", "float32", "-O3")
         assert flag(spec, "--host") == "127.0.0.1"
         assert flag(spec, "--served-model-name") == "some/model"
@@ -98,7 +103,10 @@ def test_each_server_has_a_role_and_ports_and_cores_of_its_own() -> None:
 
 def test_threads_are_not_bound_to_cores_where_a_container_is_allowed_fewer_cpus() -> None:
     made = instances.VllmInstances.from_settings(
-        EngineConfig(model="some/model"), EngineChoice(engine="vllm"), InstanceSpec(), splits=True
+        EngineConfig(model="some/model"),
+        EngineChoice(engine="vllm", engine_python=str(PYTHONS / "on_cpu")),
+        InstanceSpec(),
+        splits=True,
     )
     place = instances.VllmPlacement("decode", "decode-0", 0, "127.0.0.1", 9000, (0, 1, 2, 3), 1, {})
     environment = made.process(place).environment
@@ -124,7 +132,7 @@ def test_the_router_finds_out_how_they_hand_over(tmp_path: Path) -> None:
             "KvferrySharedStorageConnector",
         ),
         ({"kv_connector": "NixlConnector"}, "NixlConnector"),
-        ({"kv_connector": "SomebodysConnector", "kv_connector_module_path": "some.where"}, "SomebodysConnector"),
+        ({"kv_connector": "SomebodysConnector", "kv_connector_module_path": "json.decoder"}, "SomebodysConnector"),
     ],
 )
 def test_connectors(said: Any, found: str) -> None:
@@ -163,27 +171,21 @@ def test_keys_that_vllm_has_no_place_for_reach_kvferrys_connector() -> None:
     assert transfer["kv_connector_extra_config"] == {"lease_s": 3, "kv_ip": "10.0.0.1"}
 
 
-@pytest.fixture
-def _for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instances, "find_vllm", lambda python: VllmEnvironment("/v/python", "0.32.0", True, False))
-
-
-@pytest.mark.usefixtures("_for_gpus")
 def test_servers_with_lmcache_agree_on_the_names_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hashes with Python's `hash`, whose seed is each process's own."""
     lmcache = {"kv_connector": "LMCacheConnectorV1"}
     both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [lmcache]}}
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     for transfer, seed in (lmcache, "0"), (both, "0"), ({"kv_connector": "NixlConnector"}, None):
-        assert {one.environment.get("PYTHONHASHSEED") for one in servers(fleet(transfer=transfer))} == {seed}
+        started = servers(fleet(transfer=transfer, python=ON_GPU))
+        assert {one.environment.get("PYTHONHASHSEED") for one in started} == {seed}
     monkeypatch.setenv("PYTHONHASHSEED", "7")  # inherited
-    assert {one.environment.get("PYTHONHASHSEED") for one in servers(fleet(transfer=lmcache))} == {None}
+    assert {one.environment.get("PYTHONHASHSEED") for one in servers(fleet(transfer=lmcache, python=ON_GPU))} == {None}
 
 
-@pytest.mark.usefixtures("_for_gpus")
 def test_mooncakes_bootstrap_servers_have_ports_that_the_controller_knows() -> None:
     """It declares them to the routers."""
-    found = servers(fleet(prefill=2, transfer={"kv_connector": "MooncakeConnector"}))
+    found = servers(fleet(prefill=2, transfer={"kv_connector": "MooncakeConnector"}, python=ON_GPU))
     ports = [spec.environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") for spec in found]
     assert ports == [str(found[0].bootstrap_port), str(found[1].bootstrap_port), None]
     assert found[0].bootstrap_port != found[1].bootstrap_port
@@ -236,11 +238,11 @@ def test_flags_of_the_other_engine_are_refused() -> None:
         EngineChoice(engine_argument=("--dtype",))
 
 
-def test_kvferrys_connectors_need_kvferry_in_vllms_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instances, "find_vllm", lambda python: VllmEnvironment("/v/python", "0.32.0", False, True))
-    with pytest.raises(ConfigError, match="/v/python does not know kvferry's connectors: install kvferry there"):
-        servers(fleet())
-    assert servers(fleet(transfer={"kv_connector": "NixlConnector"}))
+def test_kvferrys_connectors_need_kvferry_in_vllms_environment() -> None:
+    python = PYTHONS / "without_kvferry"
+    with pytest.raises(ConfigError, match=f"{python} does not know kvferry's connectors: install kvferry there"):
+        servers(fleet(python=python))
+    assert servers(fleet(python=python, transfer={"kv_connector": "NixlConnector"}))
 
 
 def test_memory_is_shared_unless_the_user_says_how() -> None:
@@ -279,10 +281,9 @@ def test_environments_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     empty.chmod(0o755)
     with pytest.raises(ConfigError, match=r"there is no vLLM in the environment of .* with --engine-python"):
         find_vllm(str(empty))
-    monkeypatch.setattr(environment, "_TIMEOUT_S", 0.1)
     empty.write_text("#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(ConfigError, match=r"--engine-python .*/python has not said within 0.1 s what is in it$"):
-        find_vllm(str(empty))
+        find_vllm(str(empty), within_s=0.1)
 
 
 def test_ports_are_free_and_apart() -> None:
@@ -357,8 +358,8 @@ def test_threads_that_wait_sleep_in_servers_for_cpus(
     monkeypatch.setenv("KVFERRY_CALM_VLLM", "0")
     assert all("PYTHONPATH" not in server.environment for server in servers(fleet()))
     monkeypatch.delenv("KVFERRY_CALM_VLLM")
-    monkeypatch.setattr(instances, "find_vllm", lambda python: VllmEnvironment("python", "0.32.0", True, False))
-    assert all("PYTHONPATH" not in server.environment for server in servers(fleet())), "on a GPU as they are"
+    on_gpu = fleet(python=ON_GPU)
+    assert all("PYTHONPATH" not in server.environment for server in servers(on_gpu)), "on a GPU as they are"
 
 
 def test_a_sitecustomize_of_the_users_is_run_too(tmp_path: Path) -> None:

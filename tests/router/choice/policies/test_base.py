@@ -20,8 +20,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 class TestEvery(PolicyContract):
     @pytest.fixture(autouse=True)
-    def _set(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(type(self), "policy", name, raising=False)
+    def _set(self, name: str) -> None:
+        self.policy = name
 
 
 def test_round_robin_gives_everyone_a_turn_and_skips_nobody() -> None:

@@ -36,15 +36,14 @@ from kvferry.http.server.listen import reserve, start_listening
 
 logger = logging.getLogger(__name__)
 
-_WRITTEN_S = 10.0
-"""Seconds after a controller's death within which a process that it has just started writes its process id."""
-
 
 class LocalBackend(FleetBackend):
     """Runs members on this machine. Its folder should be in memory. Owns the fork server, the listening sockets, and
     each member's process while it runs."""
 
     look_s = 0.02
+    written_s = 10.0
+    """Max seconds after a controller's death until a process that it has just started has written its process id."""
 
     def __init__(self, context: BackendContext, *, fork_server: ForkServer | None = None) -> None:
         """`fork_server`: one that is shared with another backend, whose owner closes it."""
@@ -264,16 +263,16 @@ class LocalBackend(FleetBackend):
         """Adopt a member of an earlier controller; if it has ended meanwhile, it counts as ended."""
         about = folder.about()
         if about is None or about.name != folder.path.name:
-            await _end_unknown(folder)
+            await _end_unknown(folder, self.written_s)
             return
         try:
             member = LocalMember(folder, about, None, self._watcher, self.changed.set)
         except OSError:
-            await _end_unknown(folder)
+            await _end_unknown(folder, self.written_s)
             return
         member.adopt()
         self._members[about.name] = member
-        deadline = SYSTEM_CLOCK.monotonic() + _WRITTEN_S
+        deadline = SYSTEM_CLOCK.monotonic() + self.written_s
         while not folder.process.exists() and SYSTEM_CLOCK.monotonic() < deadline:  # noqa: ASYNC110 - another process writes it
             await asyncio.sleep(self.look_s)
         child: ChildProcess | None = None
@@ -302,14 +301,14 @@ class LocalBackend(FleetBackend):
         self._registrars[member.about.name] = registrar, asyncio.create_task(registrar.run())
 
 
-async def _end_unknown(folder: MemberFolder) -> None:
+async def _end_unknown(folder: MemberFolder, within_s: float) -> None:
     """End and remove a member whose folder cannot be read, since no controller could manage it."""
     if (pid := folder.pid()) is not None:
         with suppress(OSError):
             child = ChildProcess(pid, is_ours=False)
             if folder.pid() == pid:
                 child.kill()
-                await child.wait(_WRITTEN_S)
+                await child.wait(within_s)
             child.detach()
     if folder.path.is_dir() and not folder.path.is_symlink():
         folder.remove()

@@ -63,12 +63,12 @@ def start_fork_process(
     return pid, ours
 
 
-def start_fork_process_early(arguments: Sequence[str]) -> None:
+def start_fork_process_early(arguments: Sequence[str], cuda_device: str = CUDA_DEVICE) -> None:
     """Start it before anything is imported, if a command with these arguments will most likely need it."""
     flags = {argument.partition("=")[0] for argument in arguments}
     if not {"serve", "demo"} & set(arguments[:1]) or flags & {"--help", "-h", "--help-all", "--engine", "--backend"}:
         return
-    if "KVFERRY_ENGINE" in os.environ or "KVFERRY_BACKEND" in os.environ or os.path.exists(CUDA_DEVICE):  # noqa: PTH110
+    if "KVFERRY_ENGINE" in os.environ or "KVFERRY_BACKEND" in os.environ or os.path.exists(cuda_device):  # noqa: PTH110
         return
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     try:

@@ -11,8 +11,8 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 
-_TIMEOUT_S = 60.0
-"""How long it may take to say what is in it: a second, but for machines that are busy or read from a slow disk."""
+ANSWER_S = 60.0
+"""Max seconds for a Python to answer what is in it: a second, but on busy machines and slow disks."""
 _QUESTION = r"""
 import json, pathlib, re
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -65,12 +65,12 @@ class VllmEnvironment:
     connectors: tuple[str, ...] = ()
 
 
-def find_vllm(python: str | None) -> VllmEnvironment:
+def find_vllm(python: str | None, within_s: float = ANSWER_S) -> VllmEnvironment:
     """Inspect the environment of `python`, or of this process. Raises `ConfigError` if vLLM is not installed there."""
     path = python or sys.executable
     if python is not None and not Path(python).is_file():
         raise ConfigError(f"--engine-python {python} is not a file; name a Python interpreter, such as venv/bin/python")
-    environment = _ask(path)
+    environment = _ask(path, within_s)
     if not environment.vllm:
         raise ConfigError(
             f"--engine vllm: there is no vLLM in the environment of {path}; install it there,"
@@ -87,7 +87,7 @@ def require_module(python: str, module: str, named_by: str = "kv_connector_modul
     question = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
     try:
         done = subprocess.run(
-            [python, "-c", question, module], check=False, capture_output=True, text=True, timeout=_TIMEOUT_S
+            [python, "-c", question, module], check=False, capture_output=True, text=True, timeout=ANSWER_S
         )
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return  # it is vLLM's to say
@@ -99,15 +99,13 @@ def require_module(python: str, module: str, named_by: str = "kv_connector_modul
         )
 
 
-def _ask(python: str) -> _Found:
+def _ask(python: str, within_s: float) -> _Found:
     try:
-        done = subprocess.run(
-            [python, "-c", _QUESTION], check=False, capture_output=True, text=True, timeout=_TIMEOUT_S
-        )
+        done = subprocess.run([python, "-c", _QUESTION], check=False, capture_output=True, text=True, timeout=within_s)
     except OSError as error:
         raise ConfigError(f"--engine-python {python} cannot be run: {error}") from error
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"--engine-python {python} has not said within {_TIMEOUT_S:g} s what is in it") from error
+        raise ConfigError(f"--engine-python {python} has not said within {within_s:g} s what is in it") from error
     try:
         return msgspec.json.decode(done.stdout, type=_Found)
     except msgspec.MsgspecError as error:
