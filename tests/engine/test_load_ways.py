@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ from typing import Any
 import pytest
 
 from conftest import ModelMaker
-from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadMode, LoadPolicy
+from kvferry.connectors.kv_store.load_policy import LoadMode
 from kvferry.core.request import Request
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.store.base import Read
-from kvferry.store.block_run import BlockRun
 from kvferry.store.tiered.tiers import TieredStore
+from support.diced_connector import DicedPolicy
 from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts
 from support.waiting import until
 
@@ -42,13 +41,15 @@ def alone(model_maker: ModelMaker) -> dict[str, Any]:
     return {"model": model, "prompts": prompts, **answers}
 
 
-def engine_of(model: Path, *stores: str, **more: Any) -> Engine:
+def engine_of(model: Path, *stores: str, diced: bool = False, **more: Any) -> Engine:
+    """`diced`: decisions are made by chance (`DicedPolicy`)."""
     config = EngineConfig(
         model=str(model), dtype="float32", device="cpu", kv_cache_memory="8MiB", block_size=BLOCK_SIZE,
         max_num_batched_tokens=24, max_num_seqs=16, prefix_caching=False,
     )  # fmt: skip
     extra = {"store": list(stores), "load_policy": "measured", **more}
-    transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_connector_extra_config=extra)
+    name, module = ("DicedConnector", "support.diced_connector") if diced else ("KVStoreConnector", None)
+    transfer = KVTransferConfig(kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=extra)
     return Engine(config, transfer)
 
 
@@ -57,48 +58,15 @@ def fill(model: Path, prompts: Sequence[Sequence[int]], *stores: str) -> None:
         run_prompts(engine, prompts, GREEDY)
 
 
-@pytest.fixture
-def force(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[LoadMode]]:
-    """Has decisions made by chance instead of by speed; what was decided is counted."""
-
-    def force(ways: Sequence[LoadMode], seed: int = 1) -> Counter[LoadMode]:
-        draws, taken = random.Random(seed), Counter[LoadMode]()
-
-        def decide(
-            self: LoadPolicy, runs: Sequence[BlockRun], num_rest: int, now: float, *, can_meet: bool
-        ) -> LoadDecision:
-            num_blocks = sum(run.num_blocks for run in runs)
-            possible = [way for way in ways if num_blocks > 1 or way in (LoadMode.LOAD, LoadMode.RECOMPUTE)] or [
-                LoadMode.LOAD
-            ]
-            way = draws.choice(possible)
-            place = draws.randint(1, max(1, num_blocks - 1))
-            return {
-                LoadMode.LOAD: LoadDecision(way, 0, num_blocks),
-                LoadMode.PREFIX: LoadDecision(way, 0, place),
-                LoadMode.MEET: LoadDecision(way, place, num_blocks),
-                LoadMode.RECOMPUTE: LoadDecision(way, 0, 0),
-            }[way]
-
-        def count_decision(self: LoadPolicy, decision: LoadDecision, num_blocks: int) -> None:
-            taken[decision.mode] += 1
-
-        monkeypatch.setattr(LoadPolicy, "decide", decide)
-        monkeypatch.setattr(LoadPolicy, "count_decision", count_decision)
-        return taken
-
-    return force
-
-
 FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize("load", ["auto", pytest.param("async", marks=FULL), pytest.param("layerwise", marks=FULL)])
-def test_each_way_gives_the_same_tokens(load: str, alone: dict[str, Any], tmp_path: Path, force: Any) -> None:
+def test_each_way_gives_the_same_tokens(load: str, alone: dict[str, Any], tmp_path: Path) -> None:
     stores = ("memory:?num_blocks=60", f"file:{tmp_path}")
     fill(alone["model"], alone["prompts"], *stores)
-    taken = force(tuple(LoadMode))
-    with closing(engine_of(alone["model"], *stores, load=load)) as engine:
+    taken = DicedPolicy.begin(tuple(LoadMode))
+    with closing(engine_of(alone["model"], *stores, diced=True, load=load)) as engine:
         require_same(alone["greedy"], run_prompts(engine, alone["prompts"], GREEDY))
         require_same(alone["seeded"], run_prompts(engine, alone["prompts"], SEEDED))
         engine.check()
@@ -121,12 +89,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
 
 
 def test_a_load_that_fails_half_way_is_computed(
-    alone: dict[str, Any], tmp_path: Path, force: Any, monkeypatch: pytest.MonkeyPatch
+    alone: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(alone["model"], alone["prompts"], f"file:{tmp_path}")
-    taken = force((LoadMode.MEET, LoadMode.PREFIX))
+    taken = DicedPolicy.begin((LoadMode.MEET, LoadMode.PREFIX))
     failing(monkeypatch, 0.1)
-    with closing(engine_of(alone["model"], f"file:{tmp_path}")) as engine:
+    with closing(engine_of(alone["model"], f"file:{tmp_path}", diced=True)) as engine:
         require_same(alone["greedy"], run_prompts(engine, alone["prompts"], GREEDY))
         assert sum(engine.statistics().external.num_load_failures.values()) > 0
         engine.check()
@@ -173,11 +141,11 @@ def end(engine: Engine, answer: Answer) -> None:
 
 @pytest.mark.parametrize("first", ["the model", "the load"])
 def test_whoever_comes_first_to_the_place_waits_for_the_other(
-    first: str, alone: dict[str, Any], tmp_path: Path, force: Any, gate: threading.Event
+    first: str, alone: dict[str, Any], tmp_path: Path, gate: threading.Event
 ) -> None:
     fill(alone["model"], alone["prompts"], f"file:{tmp_path}")
-    force((LoadMode.MEET,), seed=3)
-    with closing(engine_of(alone["model"], f"file:{tmp_path}")) as engine:
+    DicedPolicy.begin((LoadMode.MEET,), seed=3)
+    with closing(engine_of(alone["model"], f"file:{tmp_path}", diced=True)) as engine:
         begin(engine, alone, gate)
         if first == "the model":
             until(lambda: not engine.step() and engine.statistics().external.num_loading == 1, 30)
@@ -191,12 +159,12 @@ def test_whoever_comes_first_to_the_place_waits_for_the_other(
 
 
 def test_blocks_that_a_load_still_writes_to_are_not_given_to_others(
-    alone: dict[str, Any], tmp_path: Path, force: Any, gate: threading.Event
+    alone: dict[str, Any], tmp_path: Path, gate: threading.Event
 ) -> None:
     """The client leaves while both ends are under way."""
     fill(alone["model"], alone["prompts"], f"file:{tmp_path}")
-    force((LoadMode.MEET,), seed=3)
-    with closing(engine_of(alone["model"], f"file:{tmp_path}")) as engine:
+    DicedPolicy.begin((LoadMode.MEET,), seed=3)
+    with closing(engine_of(alone["model"], f"file:{tmp_path}", diced=True)) as engine:
         begin(engine, alone, gate)
         engine.abort("0")
         engine.step()

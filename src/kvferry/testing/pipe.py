@@ -25,7 +25,7 @@ from kvferry.testing.kv import BlockRegion, make_layout, soon
 from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext, fabric_class
-from kvferry.transport.fabric.pipe import PIECE_BYTES, PipeFabric, TensorPipe
+from kvferry.transport.fabric.pipe import PipeFabric, TensorPipe
 from kvferry.transport.options import TransportOptions
 
 PURPOSE = "pipe-ends"
@@ -74,7 +74,13 @@ class PipeContract(FabricContract):
 
     async def test_in_order_and_whole_whatever_their_size(self) -> None:
         generator = torch.Generator().manual_seed(1)
-        sizes = [1, PIECE_BYTES, 3, *torch.randint(1, 2**20, (20,), generator=generator).tolist(), PIECE_BYTES - 1]
+        sizes = [
+            1,
+            PipeFabric.piece_bytes,
+            3,
+            *torch.randint(1, 2**20, (20,), generator=generator).tolist(),
+            PipeFabric.piece_bytes - 1,
+        ]
         sent = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
 
         async def send(pipe: TensorPipe) -> None:
@@ -91,7 +97,7 @@ class PipeContract(FabricContract):
 
     async def test_what_was_sent_may_be_changed(self) -> None:
         async with self.ends() as (sender, receiver):
-            for size in (1000, PIECE_BYTES):
+            for size in (1000, PipeFabric.piece_bytes):
                 source = torch.zeros(size, dtype=torch.uint8)
                 receiving = asyncio.create_task(receiver.recv_tensor(size))
                 await sender.send_tensor(source)
@@ -103,7 +109,7 @@ class PipeContract(FabricContract):
 
         async def send(pipe: TensorPipe) -> None:
             for _ in range(64):
-                await pipe.send_tensor(torch.zeros(PIECE_BYTES, dtype=torch.uint8))
+                await pipe.send_tensor(torch.zeros(PipeFabric.piece_bytes, dtype=torch.uint8))
 
         async with self.ends() as (sender, _):
             with pytest.raises(TimeoutError):

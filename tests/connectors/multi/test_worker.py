@@ -11,7 +11,6 @@ import pytest
 from fake_engine import FakeEngine, FakeRequest
 from several import HAND_OFF, PROMPT, MakeEngine, consumed, memory, settle, storage
 
-from kvferry.connectors.kv_store.load_policy import LoadPolicy
 from kvferry.connectors.multi.settings import child_configs
 from kvferry.core.errors import LeakError, StoreError
 from kvferry.core.messages.hand_off import Produce
@@ -101,17 +100,15 @@ def test_one_that_is_long_in_closing_holds_nobody_up(make: MakeEngine, tmp_path:
     engine.require_right(request)
 
 
-def test_a_load_that_fails_leaves_nothing_wrong_in_the_other_s_store(
-    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_fails_leaves_nothing_wrong_in_the_other_s_store(make: MakeEngine, tmp_path: Path) -> None:
     """With `auto` too, where a connector alone would load layer by layer."""
-    monkeypatch.setattr(LoadPolicy, "prefers_layerwise", lambda *arguments, **named: True)
     alone = make("kv_both", storage(tmp_path / "a"))
     alone.run(FakeRequest("a", PROMPT))
     settle(alone, 0)
     for path in (tmp_path / "a").rglob("*.kv"):
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     first = storage(tmp_path / "a")
+    first |= {"kv_connector": "LayerwiseConnector", "kv_connector_module_path": "layerwise_connector"}
     first["kv_connector_extra_config"]["load"] = "auto"
     both = make("kv_both", first, storage(tmp_path / "b"), chunk=100)
     request = both.run(FakeRequest("b", PROMPT))

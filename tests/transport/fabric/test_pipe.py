@@ -15,7 +15,6 @@ from kvferry.core.messages.wire import Message
 from kvferry.testing.pipe import PipeContract
 from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener
-from kvferry.transport.fabric import pipe as pipe_fabric
 from kvferry.transport.fabric.base import FabricContext, FabricPeer, build_fabrics
 from kvferry.transport.fabric.pipe import PipeFabric, Pull, Pulled, TensorPipe
 from kvferry.transport.fabric.process_group import Formed, Published
@@ -90,11 +89,14 @@ async def test_the_last_of_four_is_fetched_first(make_region: MakeRegion, pipe: 
 
 @asynccontextmanager
 async def reading(
-    make_region: MakeRegion, pipe: str, memory: BlockMemory | None = None
+    make_region: MakeRegion, pipe: str, memory: BlockMemory | None = None, piece_bytes: int | None = None
 ) -> AsyncIterator[tuple[FabricPeer, BlockRegion, BlockRegion]]:
     """(peer, its region, our region), without a lookup buffer. `memory`: of the peer, if not its region."""
     theirs, ours = make_region(seed=1), make_region(seed=2)
-    async with fabric(memory or theirs.memory, pipe) as served, fabric(ours.memory, pipe) as own:
+    async with (
+        fabric(memory or theirs.memory, pipe, piece_bytes) as served,
+        fabric(ours.memory, pipe, piece_bytes) as own,
+    ):
         peer = await own.connect(served.describe(), soon())
         try:
             yield peer, theirs, ours
@@ -103,11 +105,12 @@ async def reading(
 
 
 @asynccontextmanager
-async def fabric(memory: BlockMemory, pipe: str) -> AsyncIterator[PipeFabric]:
+async def fabric(memory: BlockMemory, pipe: str, piece_bytes: int | None = None) -> AsyncIterator[PipeFabric]:
     listener = Listener(Identity("engine", memory.layout), "secret")
     [built] = build_fabrics(KINDS[pipe], FabricContext(memory, listener))
     serving = asyncio.create_task(listener.serve())
     assert isinstance(built, PipeFabric)
+    built.piece_bytes = piece_bytes or built.piece_bytes
     try:
         yield built
     finally:
@@ -116,10 +119,9 @@ async def fabric(memory: BlockMemory, pipe: str) -> AsyncIterator[PipeFabric]:
 
 
 @pytest.mark.parametrize("pipe", KINDS)
-async def test_reads_of_many_pieces(make_region: MakeRegion, pipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reads_of_many_pieces(make_region: MakeRegion, pipe: str) -> None:
     """Pieces end in the middle of spans, which differ on the two sides."""
-    monkeypatch.setattr(pipe_fabric, "PIECE_BYTES", 1000)
-    async with reading(make_region, pipe) as (peer, theirs, ours):
+    async with reading(make_region, pipe, piece_bytes=1000) as (peer, theirs, ours):
         await peer.read([(100, 7000), (3, 5)], [(2, 5), (5000, 7000)], soon())
         expected = bytes(theirs.bytes[100:7100]) + bytes(theirs.bytes[3:8])
         assert bytes(ours.bytes[2:7]) + bytes(ours.bytes[5000:12000]) == expected

@@ -49,6 +49,10 @@ from support.waiting import eventually
 ALL = Part(0, 3, 0, [4])
 
 
+class ImpatientPeer(peers.Peer):
+    answer_s = 0.5
+
+
 @asynccontextmanager
 async def instance(
     region: BlockRegion,
@@ -131,15 +135,13 @@ async def test_a_killed_producer_fails_all_its_hand_offs_at_once(
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_a_stopped_producer_is_waited_for_once(
-    make_region: Callable[..., BlockRegion], transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers.Peer, "answer_s", 0.5)
+async def test_a_stopped_producer_is_waited_for_once(make_region: Callable[..., BlockRegion], transport: str) -> None:
     producer, clock = ProducerProcess(transport), asyncio.get_running_loop()
     for key in ("begun", "later"):
         producer.tell("open", key)
         producer.tell("insert", key, 0, 4)
     async with instance(make_region(seed=2), transport) as (consumer, _):
+        consumer.pool.peer_type = ImpatientPeer
         want = Want("begun", producer.source, [0], soon(60))
         under_way = [asyncio.ensure_future(consumer.drop_select(replaced(want, key=key))) for key in ("begun", "never")]
         await eventually(lambda: [len(peer.followers) for peer in consumer.pool.peers.values()] == [2], every_s=0)
@@ -158,11 +160,9 @@ async def test_a_stopped_producer_is_waited_for_once(
     producer.kill()
 
 
-async def test_a_producer_without_news_is_not_lost(
-    make_region: Callable[..., BlockRegion], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers.Peer, "answer_s", 0.5)
+async def test_a_producer_without_news_is_not_lost(make_region: Callable[..., BlockRegion]) -> None:
     async with instance(make_region(seed=1)) as (producer, source), instance(make_region()) as (consumer, _):
+        consumer.pool.peer_type = ImpatientPeer
         fetching = asyncio.ensure_future(consumer.drop_select(Want("k", source, [0], soon(60))))
         await eventually(lambda: source in consumer.pool.peers, every_s=0)
         done, _ = await asyncio.wait([fetching], timeout=1.2)

@@ -2,7 +2,7 @@
 
     reader ── Pull(spans) ──────► peer      over an authenticated connection
            ◄─────── Pulled("") ──            or a refusal: spans outside of its memory
-           ◄═ uint8 tensors ═══            through the pipe, of at most `PIECE_BYTES`, in the order of the spans
+           ◄═ uint8 tensors ═══            through the pipe, of at most `piece_bytes`, in the order of the spans
 
 Only requested bytes are sent, so hand-offs can be fetched in any order although a pipe is a FIFO. One read uses the
 pipe at a time. If it fails or is cancelled, the pipe is closed with its connection, and the next read opens a new one:
@@ -29,7 +29,6 @@ from kvferry.transport.memory import ANYWHERE, Numbers, Pieces, RegionMap, Span,
 from kvferry.transport.transfer_loop import uncancelled
 
 PURPOSE = "pull"
-PIECE_BYTES = 8 * 2**20
 PIECE_SPANS = 2**16
 
 
@@ -55,8 +54,8 @@ class TensorPipe(ABC):
 
     @abstractmethod
     async def send_tensor(self, tensor: Tensor) -> None:
-        """Send uint8 `[num_bytes]`, 1 to `PIECE_BYTES` of them, on the KV cache's device. When this returns, the tensor
-        may be changed; the receiver may not have it yet."""
+        """Send uint8 `[num_bytes]`, 1 to `PipeFabric.piece_bytes` of them, on the KV cache's device. When this returns,
+        the tensor may be changed; the receiver may not have it yet."""
 
     @abstractmethod
     async def recv_tensor(self, num_bytes: int) -> Tensor:
@@ -70,6 +69,8 @@ class TensorPipe(ABC):
 class PipeFabric(DialledFabric):
     """Reads and serves reads through pipes. A subclass has a `name`, and opens pipes."""
 
+    piece_bytes = 8 * 2**20
+    """Maximum size of a tensor."""
     stall_s = 60.0
     """The pipe is closed if its reader does not receive a piece within this time."""
     open_s = 10.0
@@ -111,7 +112,7 @@ class PipeFabric(DialledFabric):
             await uncancelled(pipe.close())
 
     async def _send(self, pipe: TensorPipe, addresses: Numbers, lengths: Numbers) -> None:
-        for part in Pieces(addresses, addresses, lengths).slices(PIECE_BYTES, PIECE_SPANS):
+        for part in Pieces(addresses, addresses, lengths).slices(self.piece_bytes, PIECE_SPANS):
             piece = torch.cat([bytes_at(address, length, self.device) for address, _, length in part.rows()])
             async with limited_to(asyncio.get_running_loop().time() + self.stall_s, "sending a piece"):
                 await pipe.send_tensor(piece)
@@ -141,7 +142,7 @@ class PipePeer(FabricPeer):
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
         local_map = self._fabric.context.memory.map
-        pieces = join(remote, ANYWHERE, local, local_map, PIECE_BYTES)
+        pieces = join(remote, ANYWHERE, local, local_map, self._fabric.piece_bytes)
         if not len(pieces):
             return
         async with limited_to(deadline, "reading a peer's blocks"), self._lock:
@@ -160,7 +161,7 @@ class PipePeer(FabricPeer):
 
     async def _receive(self, pipe: TensorPipe, pieces: Pieces) -> None:
         device = self._fabric.device
-        for part in pieces.slices(PIECE_BYTES, PIECE_SPANS):
+        for part in pieces.slices(self._fabric.piece_bytes, PIECE_SPANS):
             num_bytes = int(part.lengths.sum())
             data = await pipe.recv_tensor(num_bytes)
             if data.dtype != torch.uint8 or tuple(data.shape) != (num_bytes,):

@@ -240,6 +240,7 @@ class PeerPool:
     the rest is for loads."""
     reconnect_s = 1.0
     """`CONNECT_S` for a producer that was unresponsive the last time."""
+    peer_type: type[Peer] = Peer
 
     def __init__(self, listener: Listener, fabrics: Sequence[Fabric]) -> None:
         self._dialler = Dialler(listener, fabrics)
@@ -277,7 +278,7 @@ class PeerPool:
             raise PeerLost("this instance is closing its transfers")
         self._make_room()
         was_unresponsive = peer is not None and not peer.is_responsive
-        peer = self.peers[source] = Peer(source, self._dialler, self.max_renewed)
+        peer = self.peers[source] = self.peer_type(source, self._dialler, self.max_renewed)
         peer.task = self._group.create_task(self._run_peer(peer, self.reconnect_s if was_unresponsive else CONNECT_S))
         return peer
 
