@@ -161,7 +161,7 @@ async def test_who_has_lost_a_request_is_still_known_as_what_it_is(role: str) ->
         await post(url)
         found = router.services.pools.find(peer.url)
         assert found is not None
-        assert found.is_stale
+        assert found.process.is_stale
         peer.answering = answer
         for one in (p, d):
             one.calls.clear()

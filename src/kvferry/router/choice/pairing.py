@@ -127,7 +127,7 @@ class Pairing:
 
     def _update(self, instance: Instance) -> None:
         process, facts = self._last_seen.get(instance, (-1, None))
-        if process != instance.process:
+        if process != instance.process.number:
             self._estimates.forget(instance.name)  # also of an instance that had the same name before
             if process >= 0:
                 self._index.cleared(instance)
@@ -138,7 +138,7 @@ class Pairing:
             and current.num_kv_tokens
         ):
             self._index.set_capacity(instance, current.num_kv_tokens)
-        self._last_seen[instance] = instance.process, current
+        self._last_seen[instance] = instance.process.number, current
 
 
 def _decode_max_num_seqs(instances: Sequence[Instance], decode: Sequence[Instance]) -> int:

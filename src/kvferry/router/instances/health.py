@@ -90,7 +90,7 @@ class Health:
             await self._probe_safely(instance)
             if instance.state is InstanceState.UNRESPONSIVE:
                 await self._probe_with_request(instance)
-            if instance.gave_no_ticket:
+            if instance.process.gave_no_ticket:
                 await self._check_connector(instance)
 
     async def _probe_safely(self, instance: Instance) -> None:
@@ -150,7 +150,7 @@ class Health:
     async def _check_connector(self, instance: Instance) -> None:
         """Exclude a vLLM server without a connector from hand-offs: D would compute its prompts again. A connector that
         leaves the KV in a store answers without a ticket too, but is queried for each prompt."""
-        instance.gave_no_ticket = False
+        instance.process.gave_no_ticket = False
         try:
             status, text = await self._connections.ask(instance, "GET", "/metrics", self._config.health_timeout_s)
         except TransferError:

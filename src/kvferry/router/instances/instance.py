@@ -170,9 +170,31 @@ class HealthChecks:
     was_up: bool = False
 
 
+@dataclass(slots=True)
+class ObservedProcess:
+    """The process at an instance's address. Another object takes its place when the process was replaced, or may have
+    been; prefixes, speeds and pauses of an instance are forgotten with its process."""
+
+    number: int = 0
+    """Of the processes at this address."""
+    engine_id: str | None = None
+    """The engine in its last health answer; empty if it names none, None before the first answer."""
+    is_stale: bool = False
+    """The instance has failed since its facts were fetched: another process may be at its address. The kind of the
+    server is still assumed, but facts of the process are not (`Instance.confirmed`)."""
+    was_down: bool = False
+    """The instance was down since its facts were fetched."""
+    gave_no_ticket: bool = False
+    """As a prefill instance, it has answered without a ticket, and `Health` has not checked its connector yet."""
+
+    def successor(self) -> ObservedProcess:
+        """The next process, which has given the last health answer."""
+        return ObservedProcess(self.number + 1, self.engine_id)
+
+
 class Instance:
     """An instance and its state, as far as the router knows it. Only the methods under "State changes" write `state`,
-    `checks`, `busy_until`, `facts` and `is_stale`, and log the changes for operators; all in one thread."""
+    `checks`, `busy_until`, `facts` and `process`, and log the changes for operators; all in one thread."""
 
     def __init__(
         self,
@@ -204,23 +226,12 @@ class Instance:
         """It is removed once it is drained."""
         self.last_sign = 0.0
         """Time of its last progress, on the router's monotonic clock: bytes of an answer, or steps."""
-        self.gave_no_ticket = False
-        """As a prefill instance, it has answered without a ticket, and `Health` has not checked its connector yet."""
         self.busy_until = 0.0
         """End of the pause that it has asked for (`Retry-After`), on the same clock."""
         self._revision = revision or Revision()
         self.facts: Facts = NOT_PROBED
         """Its last facts."""
-        self.is_stale = False
-        """It has failed since its facts were fetched: another process may be at its address. The kind of the server is
-        still assumed, but facts of the process are not (`confirmed`)."""
-        self._engine_id: str | None = None
-        """The engine in its last health answer; empty if it names none, None before the first answer."""
-        self.process = 0
-        """Number of the process at its address. It grows when the process was replaced, or may have been; prefixes,
-        speeds and pauses of an instance are forgotten with its process."""
-        self._was_down = False
-        """It was down since its facts were fetched."""
+        self.process = ObservedProcess()
         self.load: InstanceLoad = InstanceLoad(loads, None if predecessor is None else predecessor.load)
         """The work that the router has sent to it."""
 
@@ -248,7 +259,7 @@ class Instance:
     def mark_down(self, trouble: str) -> None:
         """Record that it refuses connections, fails a health check, or was late too often."""
         self.checks.trouble = trouble
-        self._was_down = True
+        self.process.was_down = True
         self.invalidate()
         if self.state.usable or self.state in (InstanceState.UNRESPONSIVE, InstanceState.DUPLICATE):
             self._enter(InstanceState.DOWN)
@@ -257,17 +268,17 @@ class Instance:
     def invalidate(self) -> None:
         """Mark its facts as stale, as a request broke off or an unknown process answered: `Health` fetches them
         again."""
-        if not self.is_stale:
-            self.is_stale = True
+        if not self.process.is_stale:
+            self.process.is_stale = True
             self._revision.states += 1
 
     def set_engine_id(self, engine_id: str) -> None:
         """Record the engine in its health answer, empty if it names none. If the engine has changed, the facts are
         stale, though the instance was never seen down."""
-        if self._engine_id not in (None, engine_id):
+        if self.process.engine_id not in (None, engine_id):
             self.invalidate()
             logger.warning("%s (%s): another process answers there now", self, self.url)
-        self._engine_id = engine_id
+        self.process.engine_id = engine_id
 
     def mark_unresponsive(self) -> None:
         """Record that it gave a request no answer, and made no progress."""
@@ -305,8 +316,7 @@ class Instance:
     def inherit_from(self, predecessor: Instance, state: InstanceState) -> None:
         """Copy the state of `predecessor`, the same process in its former role, which was in `state`."""
         self.update_facts(predecessor.facts)
-        self.is_stale, self._engine_id = predecessor.is_stale, predecessor._engine_id
-        self.process, self._was_down = predecessor.process, predecessor._was_down
+        self.process = replace(predecessor.process, gave_no_ticket=False)
         self.checks, self.last_sign, self.busy_until = (
             replace(predecessor.checks),
             predecessor.last_sign,
@@ -326,13 +336,11 @@ class Instance:
     def set_facts(self, facts: Facts) -> None:
         """Record its answer to a probe, which may come from a new process."""
         if self._is_new_process(facts):
-            self.process += 1
-            self.busy_until, self.gave_no_ticket = 0.0, False
+            self.process, self.busy_until = self.process.successor(), 0.0
             self._revision.grow()
-        self._was_down = False
-        if self.is_stale:
-            self.is_stale = False
+        elif self.process.is_stale:
             self._revision.states += 1
+        self.process.is_stale = self.process.was_down = False
         self.update_facts(facts)
 
     def _is_new_process(self, facts: Facts) -> bool:
@@ -343,7 +351,7 @@ class Instance:
         before, now = _process_of(self.facts), _process_of(facts)
         if type(self.facts) is type(facts) and before and now:
             return before != now
-        return type(self.facts) is not type(facts) or self._was_down
+        return type(self.facts) is not type(facts) or self.process.was_down
 
     def update_facts(self, facts: Facts) -> None:
         """Record facts that a request has shown; the instance was not probed."""
@@ -364,7 +372,7 @@ class Instance:
     @property
     def confirmed(self) -> Facts:
         """The facts of the current process; `NOT_PROBED` if they are stale."""
-        return NOT_PROBED if self.is_stale else self.facts
+        return NOT_PROBED if self.process.is_stale else self.facts
 
     @property
     def usable(self) -> bool:

@@ -78,7 +78,7 @@ class RolePool:
 
     def exclude_from_hand_off(self, instance: Instance, seconds: float) -> None:
         """Exclude a prefill instance from hand-offs for `seconds`: D would compute the prompts again."""
-        self.without_tickets[instance] = self._clock.monotonic() + seconds, instance.process
+        self.without_tickets[instance] = self._clock.monotonic() + seconds, instance.process.number
 
     def mark_without_kv(self, instance: Instance) -> None:
         """Record that a prefill instance's stores take no KV: exclude it from hand-offs until its facts change, or for
@@ -100,7 +100,7 @@ class RolePool:
             self.without_tickets = {
                 instance: (until, process)
                 for instance, (until, process) in self.without_tickets.items()
-                if until > now and process == instance.process
+                if until > now and process == instance.process.number
             }
             return Candidates(instance for instance in able if instance not in self.without_tickets)
         return able

@@ -50,7 +50,7 @@ def choose_form(config: RouterConfig, prefill: Instance, decodes: Collection[Fac
     if protocol == PROTOCOL:
         return keys
     if isinstance(facts, VllmFacts) and facts.bootstrap is not None:
-        if prefill.is_stale:
+        if prefill.process.is_stale:
             return None  # the ids of its engines may have changed
         return partial(mooncake, bootstrap=facts.bootstrap, concurrent=config.hand_off != "sequential")
     if protocol == "mooncake":

@@ -167,7 +167,7 @@ class Exchange:
                         placement.reset_failed()
                     return await self._with_ticket(hand_off, last)
                 case "nothing" if not is_concurrent:
-                    prefill.gave_no_ticket = not isinstance(prefill.facts, InstanceFacts)
+                    prefill.process.gave_no_ticket = not isinstance(prefill.facts, InstanceFacts)
                     return await self._decode(hand_off)  # D may find the KV in a store
                 case outcome:
                     if (early := d or last) is not None:
