@@ -61,7 +61,7 @@ class FleetScenario:
     missing."""
     num_controllers: int = 1
     max_instances: int = _MAX_INSTANCES
-    """Of a role of a fleet with `[scale]`."""
+    """Largest number of instances of a role, if the fleet has `[scale]`."""
 
     @property
     def must_answer_all(self) -> bool:

@@ -176,7 +176,7 @@ class ObservedProcess:
     been; prefixes, speeds and pauses of an instance are forgotten with its process."""
 
     number: int = 0
-    """Of the processes at this address."""
+    """Number of processes that were at this address before."""
     engine_id: str | None = None
     """The engine in its last health answer; empty if it names none, None before the first answer."""
     is_stale: bool = False
