@@ -35,7 +35,7 @@ EPOCH_S = 1_700_000_000.0
 """The wall clock's time at the beginning of a simulation."""
 _LAST_EVENTS = 256
 _LINES_AT_ONCE = 64
-"""Max number of attempts to close a coroutine that awaits something while it ends."""
+"""Number of events that are digested together."""
 
 
 class Deadlock(Exception):
@@ -126,10 +126,52 @@ class SimProcess:
         self.simulation.note(f"{self.name} stands still for {seconds:.6f} s")
 
 
+class Timers:
+    """The timers of all loops, by their time. Those that are due at the same time come in random order."""
+
+    min_cancelled = 256
+    """Cancelled timers are dropped only if there are more than this many."""
+
+    def __init__(self, random: Random) -> None:
+        self._draw = random.random
+        self._heap: list[tuple[float, float, int, SimHandle]] = []
+        self._num_added = self._num_cancelled = 0
+
+    def add(self, when: float, handle: SimHandle) -> None:
+        """Add a timer for `SimLoop.call_at`."""
+        self._num_added += 1
+        heappush(self._heap, (when, self._draw(), self._num_added, handle))
+
+    def on_cancelled(self) -> None:
+        """Count a cancelled timer. When most timers are cancelled, these are dropped: some are far in the future."""
+        self._num_cancelled += 1
+        if self._num_cancelled > self.min_cancelled and 2 * self._num_cancelled > len(self._heap):
+            self._heap = [timer for timer in self._heap if not timer[3]._cancelled]
+            heapify(self._heap)
+            self._num_cancelled = 0
+
+    def next_time(self) -> float | None:
+        """The time of the next timer; None if there is none."""
+        heap = self._heap
+        while heap and heap[0][3]._cancelled:
+            heappop(heap)
+        return heap[0][0] if heap else None
+
+    def pop_due(self, now: float) -> Iterator[SimHandle]:
+        """Remove the timers that are due, and yield their callbacks, which must not run meanwhile."""
+        heap = self._heap
+        while heap and heap[0][0] <= now:
+            handle = heappop(heap)[3]
+            if not handle._cancelled:
+                yield handle
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._heap.clear()
+
+
 class Simulation:
     """Owns the virtual time, the timers, the ready callbacks of all loops, and the random numbers."""
-
-    min_timers = 256
 
     def __init__(self, seed: int, *, keep_log: bool = False, has_log: bool = True) -> None:
         self.seed = seed
@@ -141,8 +183,7 @@ class Simulation:
         self.num_callbacks = self.num_tasks = 0
         self.errors: list[dict[str, Any]] = []
         """Unhandled errors, reported by `call_exception_handler`."""
-        self._timers: list[tuple[float, float, int, SimHandle]] = []
-        self._num_timers = self._num_cancelled = 0
+        self.timers = Timers(self.random)
         self._ready: list[SimLoop] = []
         self.processes: list[SimProcess] = []
         self.token_times: dict[str, deque[tuple[float, list[float]]]] = {}
@@ -169,20 +210,7 @@ class Simulation:
         if self.is_logging:
             self.log.note(self.now, what)
 
-    # Callbacks and timers.
-
-    def add_timer(self, when: float, handle: SimHandle) -> None:
-        """Add a timer for `SimLoop.call_at`. Timers that are due at the same time run in random order."""
-        self._num_timers += 1
-        heappush(self._timers, (when, self.random.random(), self._num_timers, handle))
-
-    def timer_cancelled(self) -> None:
-        """Count a cancelled timer. When most timers are cancelled, these are dropped: some are far in the future."""
-        self._num_cancelled += 1
-        if self._num_cancelled > self.min_timers and 2 * self._num_cancelled > len(self._timers):
-            self._timers = [timer for timer in self._timers if not timer[3]._cancelled]
-            heapify(self._timers)
-            self._num_cancelled = 0
+    # Callbacks.
 
     def add_ready_loop(self, loop: SimLoop) -> None:
         """Add a loop that has become ready."""
@@ -243,19 +271,15 @@ class Simulation:
         """Advance the clock to the next timer, and make due callbacks ready. Returns False if there is none."""
         if self.after_callbacks is not None:
             self.after_callbacks()
-        timers = self._timers
-        while timers and timers[0][3]._cancelled:
-            heappop(timers)
-        if not timers and until == float("inf"):
+        next_time = self.timers.next_time()
+        if next_time is None and until == float("inf"):
             return False
-        if not timers or timers[0][0] > until:
+        if next_time is None or next_time > until:
             self.now = until
             return True
-        now = self.now = max(self.now, timers[0][0])
-        while timers and timers[0][0] <= now:
-            handle = heappop(timers)[3]
-            if not handle._cancelled:
-                handle._loop.add_ready(handle)
+        self.now = max(self.now, next_time)
+        for handle in self.timers.pop_due(self.now):
+            handle._loop.add_ready(handle)
         return True
 
     @contextmanager
@@ -287,7 +311,7 @@ class Simulation:
         finally:
             logging.disable(were_disabled)
         self.processes.clear()
-        self._timers.clear()
+        self.timers.clear()
         self._ready.clear()
 
 
@@ -347,7 +371,7 @@ class SimHandle(asyncio.TimerHandle):
         if not self._cancelled:
             self._cancelled = True
             self._callback, self._args = _noop, ()
-            self._loop.simulation.timer_cancelled()
+            self._loop.simulation.timers.on_cancelled()
 
 
 class SimLoop(asyncio.AbstractEventLoop):
@@ -386,7 +410,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._is_parked = True
         until = self.process.stalled_until
         wake = SimHandle(until, self._unpark, (), self.simulation_loop, Context())
-        self.simulation.add_timer(until, wake)
+        self.simulation.timers.add(until, wake)
 
     @property
     def simulation_loop(self) -> SimLoop:
@@ -441,7 +465,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         simulation = self.simulation  # as `call_at`, without another frame
         handle = SimHandle(simulation.now + delay, callback, args, self, copy_context() if context is None else context)
         if self.process.is_alive:
-            simulation.add_timer(handle._when, handle)
+            simulation.timers.add(handle._when, handle)
         return handle
 
     def call_at(  # type: ignore[override]
@@ -449,7 +473,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> SimHandle:
         handle = SimHandle(when, callback, args, self, copy_context() if context is None else context)
         if self.process.is_alive:
-            self.simulation.add_timer(when, handle)
+            self.simulation.timers.add(when, handle)
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
