@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -39,6 +39,20 @@ class RefusedWrites:
 
     block: Block | None = None
     note: tuple[str, bytes, float] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RunningCalls:
+    """The calls of a store that have not ended. `timeouts`: one for each; `num_bytes`: of all blocks that they move."""
+
+    timeouts: dict[asyncio.Timeout, None] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def expire(self) -> None:
+        """Let all of them time out now."""
+        for timeout in tuple(self.timeouts):
+            if not timeout.expired():
+                timeout.reschedule(0)
 
 
 @dataclass(frozen=True)
@@ -92,8 +106,7 @@ class Tier:
         self._opening: asyncio.Task[None] | None = None
         """The current or last attempt to open the store. All callers wait for it, and it continues when they give
         up."""
-        self._timeouts: dict[asyncio.Timeout, None] = {}
-        self._moving_bytes = 0
+        self._calls = RunningCalls()
         self._last_reads: Sequence[BlockHash] = ()
 
     @property
@@ -273,17 +286,18 @@ class Tier:
         only when it has really ended, since a thread may still be using the caller's memory."""
         if self.breaker.is_open:
             return default
-        self._moving_bytes += num_bytes
-        late_timer = _LateTimer(self, limit_s + self._moving_bytes / self.min_bytes_per_s)
+        calls = self._calls
+        calls.num_bytes += num_bytes
+        late_timer = _LateTimer(self, limit_s + calls.num_bytes / self.min_bytes_per_s)
         watchdog = asyncio.create_task(self._watch()) if num_bytes or is_busy else None
         try:
             async with asyncio.timeout(None) as timeout:
-                self._timeouts[timeout] = None
+                calls.timeouts[timeout] = None
                 try:
                     await self.open()
                     return await self._call(call)
                 finally:
-                    del self._timeouts[timeout]
+                    del calls.timeouts[timeout]
         except KvferryError as error:
             self.mark_failed(str(error))
         except Exception as error:
@@ -291,7 +305,7 @@ class Tier:
                 log.exception("store tier %s failed unexpectedly", self.name)
                 self.mark_failed(repr(error))
         finally:
-            self._moving_bytes -= num_bytes
+            calls.num_bytes -= num_bytes
             late_timer.cancel()
             if watchdog is not None:
                 watchdog.cancel()
@@ -309,9 +323,7 @@ class Tier:
         """Open the breaker until the tier answers again, and end all calls that wait for it."""
         if not self.breaker.is_open:
             self.breaker.open(reason)
-            for call in tuple(self._timeouts):
-                if not call.expired():
-                    call.reschedule(0)
+            self._calls.expire()
 
     def mark_late(self, limit_s: float) -> None:
         """Record that a call has no answer by its deadline."""
