@@ -44,6 +44,14 @@ class MessageParser:
         self._in_chunk = self.between_chunks = False
         """`between_chunks`: a chunk would begin with the next byte."""
 
+    def begin_head(self) -> None:
+        """Begin with the head of a message."""
+        self.in_head, self.headers, self.first = True, [], {}
+
+    def end_head(self) -> None:
+        """End a head; a body may follow."""
+        self.in_head, self._in_chunk, self.num_overhead = False, False, 0
+
     def feed(self, data: bytes) -> None:
         """Parse received bytes. Raises `ProtocolError`, or the error with which a message was refused."""
         self.num_overhead += len(data)

@@ -108,7 +108,7 @@ class ClientConnection(MessageParser, asyncio.Protocol):
         """Send the request of `call`, which receives its answer."""
         assert self.transport is not None
         self.call, self.head, self.complete = call, None, False
-        self.in_head, self.num_overhead = False, 0
+        self.end_head()  # of an earlier answer
         self.num_calls += 1
         for part in call.request.data:
             self.transport.write(part)
@@ -169,7 +169,7 @@ class ClientConnection(MessageParser, asyncio.Protocol):
         """The status line begins."""
         if self.complete:
             raise ProtocolError("more than one answer came")
-        self.in_head, self.headers, self.first = True, [], {}
+        self.begin_head()
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
@@ -183,7 +183,8 @@ class ClientConnection(MessageParser, asyncio.Protocol):
         if status < 200:
             return  # of an interim answer; another head follows
         bodiless = self.call is not None and self.call.request.bodiless
-        self.num_overhead, self.in_head, self._in_chunk, self.complete = 0, False, False, bodiless
+        self.end_head()
+        self.complete = bodiless
         # After a bodiless answer, the parser would wait for the body.
         keep_alive = self._parser.should_keep_alive() and not bodiless
         self.head = AnswerHead(status, headers, first, chunked, keep_alive)

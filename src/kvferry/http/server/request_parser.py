@@ -52,7 +52,8 @@ class RequestParser(MessageParser):
     def on_message_begin(self) -> None:
         """The request line begins."""
         if not self._replaying:
-            self.in_head, self.headers, self.first, self._url = True, [], {}, b""
+            self.begin_head()
+            self._url = b""
 
     def on_url(self, part: bytes) -> None:
         """The target, or a part of it."""
@@ -69,7 +70,7 @@ class RequestParser(MessageParser):
             raise self._head_too_large()
         if (error := head_error(version, self._url, headers)) is not None:
             raise error
-        self.num_overhead, self.in_head = 0, False
+        self.end_head()
         self.num_heads += 1
         parser = self._parser
         self.body = self._begin(parser.get_method().decode(), self._url, headers, version, parser.should_keep_alive())
