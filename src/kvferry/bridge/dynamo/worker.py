@@ -70,7 +70,6 @@ class DynamoWorker:
         self.kv_events, self._clock, self._lease_s = kv_events, clock, lease_s
         self.system, self._sealer = system, TicketSealer(token, clock)
         self._num_running = 0
-        self.model_names = (card.display_name,)
         context = card.context_length or card.runtime_config.context_length or card.architectural_max_context_length
         self.max_model_len = min(context or model.max_position, model.max_position)
         self.vocab_size, self.tokenizer = model.vocab_size, model.tokenizer
@@ -78,6 +77,11 @@ class DynamoWorker:
         one_token = {**self._message(_ONE_TOKEN), "annotations": [_ALONE]}
         self._link = WorkerLink(client, worker_id, model.vocab_size, one_token, deadlines)
         self.engine_id = f"{self._link.name}.{entropy.token_hex(8)}"
+
+    @property
+    def model_names(self) -> tuple[str]:
+        """The name in the model's card."""
+        return (self._card.display_name,)
 
     @property
     def model_identity(self) -> str:
@@ -140,7 +144,7 @@ class DynamoWorker:
             self._num_running -= 1
 
     def _message(self, request: Request) -> dict[str, Any]:
-        return worker_request(request, self.model_names[0], self.eos_token_ids)
+        return worker_request(request, self._card.display_name, self.eos_token_ids)
 
     def _add_hand_off(self, request: Request, message: dict[str, Any]) -> int:
         """Add to the message what the worker needs of the hand-off; returns how many tokens P had cached."""
