@@ -30,7 +30,6 @@ from kvferry.engine.structured.library import can_constrain
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
-# Seconds between checks while a request waits for something that sends no wake-up (a marker file, its deadline).
 _ROLES: dict[str, Literal["prefill", "decode", "both"]] = {
     "kv_producer": "prefill",
     "kv_consumer": "decode",
@@ -46,6 +45,7 @@ class SteppedEngine(ABC):
 
     call_deadline_s = 30.0
     poll_s = 0.005
+    """Seconds between checks while a request waits for what sends no wake-up (a marker file, its deadline)."""
 
     def __init__(self, engine: EngineCore, model_names: Sequence[str]) -> None:
         self.engine = engine
@@ -55,7 +55,6 @@ class SteppedEngine(ABC):
         self.max_model_len = engine.max_model_len
         self.vocab_size = engine.model.vocab_size
         self.tokenizer = engine.model.tokenizer
-        self.model_identity = engine.layout.model_identity
         self.eos_token_ids = engine.model.eos_token_ids
         self.default_sampling: dict[str, Any] = engine.model.default_sampling
         self._calls: deque[Callable[[], None]] = deque()
@@ -64,6 +63,11 @@ class SteppedEngine(ABC):
         self._failed = asyncio.Event()
         self._listeners: dict[str, _Mailbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def model_identity(self) -> str:
+        """The name of the model as it computes."""
+        return self.engine.layout.model_identity
 
     # Lifecycle.
 
