@@ -26,7 +26,7 @@ class RequestAdapter:
         self.request_id: str = request.request_id
         self.salt_error: InvalidRequest | None = None
         """The reason why the KV has no salt, and is therefore neither reused nor handed off; None if it has one."""
-        self.salt, self._salts = "", salts
+        self.salt = ""
         match salts.of(request):
             case str() as salt:
                 self.salt = salt
@@ -62,10 +62,11 @@ class RequestAdapter:
             return None
         return params
 
-    def check_adapter(self) -> None:
-        """Set `salt_error` if the content of the LoRA adapter may have changed since the request arrived."""
+    def check_adapter(self, salts: Salts) -> None:
+        """Set `salt_error` if the content of the LoRA adapter may have changed since the request arrived.
+        `salts`: the ones that its salt is from."""
         if self.salt_error is None and self.request.lora_request is not None:
-            self.salt_error = self._salts.uncertainty(self.request.lora_request)
+            self.salt_error = salts.uncertainty(self.request.lora_request)
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:

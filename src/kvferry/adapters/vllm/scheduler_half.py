@@ -127,7 +127,7 @@ class SchedulerHalf:
         if view.failed:
             return 0, False
         view.last_match = None
-        view.check_adapter()
+        view.check_adapter(self._salts)
         error = view.error or view.salt_error
         match_result = Miss(error) if error is not None else self.side.match(main.view, num_computed_tokens)
         state.waits_for = None
@@ -216,7 +216,7 @@ class SchedulerHalf:
         if state is None:
             return False, None
         self._reloading.pop(request.request_id, None)
-        state.view.check_adapter()
+        state.view.check_adapter(self._salts)
         name = state.view.request_id
         outcomes = [self.side.finish(part.view, part.blocks(block_ids)) for part in state.parts]
         not_held = [
@@ -237,7 +237,7 @@ class SchedulerHalf:
     def plan(self, step: Any) -> StepMetadata:
         """The work of the workers in this step. `step`: vLLM's `SchedulerOutput`."""
         for reloading in self._reloading.values():
-            reloading.check_adapter()
+            reloading.check_adapter(self._salts)
         names = [name for name in step.preempted_req_ids or () if name in self._requests]
         preempted = [part_view for name in names for part_view in self._requests[name].part_views]
         for name in names:
