@@ -117,15 +117,14 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._choice = LoadChoice(self._settings, context, policy, has_layers=has_layers)
         self._is_shared = any(spec.is_shared for spec in specs)
         self._paths = hand_off_paths(specs, context.layout)
-        self._kinds = tuple(f"store: {path}" for path in self._paths)
         self._reachable_paths: list[str] | None = None
         """The `_paths` that accept hand-offs now; None: no hand-off has been reported yet."""
         self._sealer = TicketSealer(context.auth_token, context.clock)
         self._work = StorePlan()
         self._requests: dict[str, _RequestState] = {}
-        self._cancelled: set[str] = set()
-        self._flushing: set[str] = set()
-        """Requests whose answers end when all their blocks and keys are written."""
+        self._held: set[str] = set()
+        """Ended requests that are held until the worker releases them: until their cancelled load has ended, or all
+        their blocks and keys are written."""
         self._counts: Counter[str] = Counter()
         self._loaded_hand_offs: dict[str, str] = {}
         self._marked: OrderedDict[str, None] = OrderedDict()
@@ -144,8 +143,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
 
     def tickets(self) -> TicketKinds:
         """Tickets whose marker is in a store; none, if the store is not shared."""
-        kinds = TicketKinds(writes=self._kinds, reads=self._kinds)
-        return kinds.within(produces=self.context.config.produces, consumes=self.context.config.consumes)
+        kinds = tuple(f"store: {path}" for path in self._paths)
+        config = self.context.config
+        return TicketKinds(writes=kinds, reads=kinds).within(produces=config.produces, consumes=config.consumes)
 
     def on_answer(self, wake: Wake) -> None:
         self._prober.wake = wake
@@ -406,8 +406,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
                         self._requests[request_id].num_saved = 0
                         self._requests[request_id].has_planned_keys = False
                 case Released():
-                    self._cancelled.discard(request_id)
-                    self._flushing.discard(request_id)
+                    self._held.discard(request_id)
                 case Saved(stores=stores):
                     self._reachable_paths = [self._paths[index] for index in stores]
 
@@ -428,7 +427,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         if state is not None and state.loading and not self._withdraw_load(request):
             self._loaded_hand_offs.pop(request.request_id, None)
             self._work.cancels.append(request.request_id)
-            self._cancelled.add(request.request_id)
+            self._held.add(request.request_id)
             if isinstance(request.hand_off, Produce) and self._refusal(request) is None:
                 return Hold(self._hand_off(request, request.hand_off.transfer_id).ticket)  # so that no consumer waits
             return Hold(None)
@@ -438,7 +437,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         if state is None or not state.has_planned_keys or not self.context.delays_answers:
             return outcome
         self._work.flushes.append(request.request_id)
-        self._flushing.add(request.request_id)
+        self._held.add(request.request_id)
         return Hold(outcome.ticket, delays_answer=True)
 
     def _report_finish(self, request: RequestView) -> None:
@@ -522,9 +521,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
 
     def check(self) -> None:
         if (
-            self._flushing
-            or self._requests
-            or self._cancelled
+            self._requests
+            or self._held
             or self._loaded_hand_offs
             or self._prober.num_lookups()
             or self._choice.num_tracked()
