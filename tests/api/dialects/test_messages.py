@@ -10,6 +10,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from kvferry.api.dialects.chat import UnreadableAnswer
 from kvferry.api.dialects.messages import translate_messages, translate_token_count
 from kvferry.api.dialects.messages_answer import MessagesTranslation
 from kvferry.core.errors import InvalidRequest
@@ -114,6 +115,20 @@ def test_arguments_that_the_limit_cut_off_are_left_out() -> None:
     message = json.loads(MessagesTranslation("1").answer(200, answer.whole()))
     assert [block["type"] for block in message["content"]] == ["text"]
     assert message["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize("value", ["1e999", "9" * 5000, r'"\ud800"', "0." + "1" * 50])
+def test_arguments_are_the_models_text(value: str) -> None:
+    arguments = f'{{"x": {value}}}'
+    answer = ChatAnswer("reasoning", "", "", [("look", arguments)], "tool_calls", None, None)
+    assert f'"input":{arguments}'.encode() in MessagesTranslation("1").answer(200, answer.whole())
+
+
+@pytest.mark.parametrize("arguments", ['{"x": NaN}', '{"x": Infinity}', "[]", '{"x": 1', "nothing"])
+def test_arguments_that_are_no_object_are_an_error(arguments: str) -> None:
+    answer = ChatAnswer("reasoning", "", "", [("look", arguments)], "tool_calls", None, None)
+    with pytest.raises(UnreadableAnswer, match="not a JSON object"):
+        MessagesTranslation("1").answer(200, answer.whole())
 
 
 def test_thoughts_may_be_omitted() -> None:

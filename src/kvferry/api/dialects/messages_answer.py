@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -128,15 +129,23 @@ def _tool_use(call: CalledTool) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.function.name}
 
 
-def _arguments(call: CalledTool, choice: AnswerChoice) -> dict[str, Any] | None:
-    """The arguments as an object; None if the answer's length limit or a stop string cut them off. Raises
-    `UnreadableAnswer`."""
+def _arguments(call: CalledTool, choice: AnswerChoice) -> msgspec.Raw | None:
+    """The arguments as they are, which are an object; None if the answer's length limit or a stop string cut them off.
+    Raises `UnreadableAnswer`."""
+    arguments = call.function.arguments or "{}"
     try:
-        return msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
+        value = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=_refuse_constant)
+        if not isinstance(value, dict):
+            raise ValueError("they are of another type")
+    except (ValueError, RecursionError) as error:
         if choice.finish_reason == "length" or choice.was_stopped:
             return None
         raise UnreadableAnswer(f"the arguments of a tool call are not a JSON object: {error}") from error
+    return msgspec.Raw(arguments.encode())
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"JSON has no {name}")
 
 
 def _stop(choice: AnswerChoice, has_calls: bool) -> dict[str, Any]:

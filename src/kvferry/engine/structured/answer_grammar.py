@@ -19,6 +19,11 @@ _SPACES = r"/[ \t\r\n]{0,16}/"
 _NUMBER = "/[0-9]{1,4}/"
 
 
+def string_of(text: str) -> str:
+    """The text as a string of a grammar. llguidance refuses the control character 127 in it, which JSON permits."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _escaped(text: str) -> str:
     """The text within a regular expression of a grammar."""
     return re.escape(text).replace("/", "\\/").replace("\n", "n")
@@ -76,7 +81,7 @@ class AnswerGrammarWriter:
                 "thinking_token_budget needs a model whose reasoning ends with a token of its own",
                 param="thinking_token_budget",
             )
-        return [*rules, f"thought[suffix={json.dumps(thought.close)}]: {_ANY}"]
+        return [*rules, f"thought[suffix={string_of(thought.close)}]: {_ANY}"]
 
     def _calls(self, calls: Calls, named: Callable[[StructuredOutputs], str]) -> list[str]:
         form, rules = calls.form, []
@@ -96,7 +101,13 @@ class AnswerGrammarWriter:
                     name = f"call_{index}_{len(arguments)}"
                     rules += self._parameter(name, parameter, form.parameter, function.field, named)
                     arguments.append(name if parameter.is_required else f"({name})?")
-            sequence = [*self._pieces(before + function.name + between), *arguments, *self._pieces(after)]
+            sequence = [
+                *self._pieces(before),
+                string_of(function.name),
+                *self._pieces(between),
+                *arguments,
+                *self._pieces(after),
+            ]
             rules.append(f"call_{index}: {' '.join(sequence)}")
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls.functions))))
         is_single = form.is_single or not calls.parallel
@@ -115,21 +126,21 @@ class AnswerGrammarWriter:
     ) -> list[str]:
         """The rules of one argument, of which the first one has this name. A text has nothing that ends it."""
         before, between, after = tags
-        opening = " ".join(self._pieces(before + parameter.key + between))
+        opening = " ".join([*self._pieces(before), string_of(parameter.key), *self._pieces(between)])
         closing = self._pieces(after)
         if not parameter.is_text:
             field = f"{field}.properties.{parameter.key}"
             value = named(StructuredOutputs(kind="json", content=parameter.json_schema, field=field))
             return [f"{name}: {opening} {value} {' '.join(closing)}"]
         if parameter.choices:
-            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in parameter.choices)
+            choices = " | ".join(string_of(choice) for choice in parameter.choices)
             return [f"{name}: {opening} ({choices}) {' '.join(closing)}"]
         highest = "" if parameter.max_length is None else parameter.max_length
         text = f"(?s:.{{{parameter.min_length},{highest}}})"
         excluded = f"~/(?s:.*){_escaped(after.strip())}(?s:.*)/"
         token = next((number for number, piece in enumerate(closing) if piece.startswith("<[")), None)
         if token is None:
-            suffix = json.dumps(after, ensure_ascii=False)
+            suffix = string_of(after)
             return [
                 f"{name}: {opening} {name}_value",
                 f"{name}_value[suffix={suffix}]: {name.upper()}_TEXT",
@@ -154,4 +165,4 @@ class AnswerGrammarWriter:
     def _piece(self, piece: str) -> str:
         if piece == NUMBER:
             return _NUMBER
-        return f"<[{self._added[piece]}]>" if piece in self._added else json.dumps(piece, ensure_ascii=False)
+        return f"<[{self._added[piece]}]>" if piece in self._added else string_of(piece)

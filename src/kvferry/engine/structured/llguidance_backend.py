@@ -21,7 +21,7 @@ from llguidance.hf import from_tokenizer
 from kvferry.core.errors import GrammarFailed, InvalidRequest
 from kvferry.core.structured_outputs import AnswerGrammar, StructuredOutputs
 from kvferry.core.text import shortened
-from kvferry.engine.structured.answer_grammar import AnswerGrammarWriter
+from kvferry.engine.structured.answer_grammar import AnswerGrammarWriter, string_of
 from kvferry.engine.structured.exact_formats import with_exact_formats
 from kvferry.engine.structured.schema_paths import pointers_to, subschemas
 
@@ -114,7 +114,7 @@ class LlguidanceBackend:
             case "regex":
                 return LLMatcher.grammar_from_regex(content)
             case "choice":
-                choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(content))
+                choices = " | ".join(string_of(choice) for choice in json.loads(content))
                 return LLMatcher.grammar_from_lark(f"start: {choices}")
             case "grammar":
                 try:

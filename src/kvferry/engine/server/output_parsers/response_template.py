@@ -97,6 +97,11 @@ class OutputTemplate:
         fields = {name: field for name, field in self.fields.items() if self.kinds[name] != "call"}
         return replace(self, fields=fields)
 
+    @cached_property
+    def before_all(self) -> OutputTemplate:
+        """The template for answers whose reasoning comes before all else."""
+        return replace(self, once=True)
+
     @property
     def has_calls(self) -> bool:
         """True if it has a format of calls."""

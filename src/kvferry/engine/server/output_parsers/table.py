@@ -46,6 +46,12 @@ class ParserEntry:
             return self
         return replace(self, source=source.without_calls)
 
+    def before_calls(self) -> ParserEntry:
+        """The same parser for answers of calls: reasoning comes before them, and what looks like it within their
+        arguments is a part of these."""
+        source = self.source
+        return replace(self, source=source.before_all) if isinstance(source, OutputTemplate) else self
+
     def make(self, context: ParserContext) -> OutputParser:
         """A parser of one answer."""
         source = self.source
@@ -138,6 +144,8 @@ class OutputParsers:
             calls = _named("tools", _FALLBACK)
         if reasoning is not None and reasoning is not calls:
             reasoning = reasoning.without_calls()
+            if forced:
+                reasoning = reasoning.before_calls()
         entries = [entry for entry in dict.fromkeys((reasoning, calls)) if entry is not None]
         stages = []
         for index, entry in enumerate(entries):
