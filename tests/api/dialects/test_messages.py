@@ -110,8 +110,9 @@ def test_what_an_instance_must_not_send_ends_the_stream(event: bytes, kind: str,
     assert text in events[-1]["error"]["message"]
 
 
-def test_arguments_that_the_limit_cut_off_are_left_out() -> None:
-    answer = ChatAnswer("reasoning", "", "Hm.", [("look", '{"x": "a')], "length", None, None)
+@pytest.mark.parametrize("arguments", ['{"x": "a', ""])
+def test_arguments_that_the_limit_cut_off_are_left_out(arguments: str) -> None:
+    answer = ChatAnswer("reasoning", "", "Hm.", [("look", arguments)], "length", None, None)
     message = json.loads(MessagesTranslation("1").answer(200, answer.whole()))
     assert [block["type"] for block in message["content"]] == ["text"]
     assert message["stop_reason"] == "max_tokens"

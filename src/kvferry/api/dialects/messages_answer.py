@@ -132,13 +132,16 @@ def _tool_use(call: CalledTool) -> dict[str, Any]:
 def _arguments(call: CalledTool, choice: AnswerChoice) -> msgspec.Raw | None:
     """The arguments as they are, which are an object; None if the answer's length limit or a stop string cut them off.
     Raises `UnreadableAnswer`."""
-    arguments = call.function.arguments or "{}"
+    is_cut_off = choice.finish_reason == "length" or choice.was_stopped
+    arguments = call.function.arguments
+    if not arguments:  # of a function without parameters, or they have not begun
+        return None if is_cut_off else msgspec.Raw(b"{}")
     try:
         value = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=_refuse_constant)
         if not isinstance(value, dict):
             raise ValueError("they are of another type")
     except (ValueError, RecursionError) as error:
-        if choice.finish_reason == "length" or choice.was_stopped:
+        if is_cut_off:
             return None
         raise UnreadableAnswer(f"the arguments of a tool call are not a JSON object: {error}") from error
     return msgspec.Raw(arguments.encode())

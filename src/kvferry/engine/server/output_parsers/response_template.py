@@ -184,10 +184,11 @@ class TemplateParser(OutputParser):
 
     def feed(self, text: str) -> list[Part]:
         """The parts that `text` completes; reasoning and content as they come, a call when it is closed."""
-        if self._parser is None:
-            return [ParsedText("content", text)] if text else []
         parts: list[Part] = []
         for piece in text if self._template.by_character else [text]:
+            if self._parser is None:
+                parts += [ParsedText("content", piece)] if piece else []
+                continue
             self._raw += piece
             parts += self._parts(self._parser.feed(piece))
         return parts
