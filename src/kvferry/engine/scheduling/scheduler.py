@@ -282,7 +282,7 @@ class Scheduler:
                 self._on_loaded(sequence, num_tokens)
             case Failed(error=error, kept_as=kept_as):
                 self._on_load_failed(sequence, error, kept_as)
-            case Prefilled(result=result) if sequence.prefill_result is None and not sequence.refuses_result:
+            case Prefilled(result=result) if sequence.prefill_result is None and not sequence.load.refuses_result:
                 self._adopt(sequence, result)
 
     def take_outputs(self) -> list[EngineOutput]:
@@ -571,7 +571,7 @@ class Scheduler:
         self._append(sequence, SampledToken(result.first_token, result.logprobs))
 
     def _refuse_token(self, sequence: Sequence) -> None:
-        sequence.refuses_result = True
+        sequence.load.refuses_result = True
         self._counters.num_tokens_not_adopted += 1
         if self._counters.num_tokens_not_adopted == 1:
             log.warning(

@@ -36,12 +36,14 @@ class LoadState:
     """The state of a sequence's load through the connector. `is_settled`: nothing (more) will be loaded, and missing KV
     is computed. `target`: while LOADING, the number of tokens with KV once it has arrived. `layerwise_base`: during a
     layerwise load, the computed tokens to fall back to if it fails. `meeting`: set while the sequence's end is loaded
-    and its beginning computed."""
+    and its beginning computed. `refuses_result`: the producer's first token is not used, because this instance would
+    have drawn it differently."""
 
     is_settled: bool = False
     target: int = 0
     layerwise_base: int | None = None
     meeting: LoadMeetingPoint | None = None
+    refuses_result: bool = False
 
 
 class BlockHashChain:
@@ -99,20 +101,16 @@ class Sequence:
         self.request = request
         self.order = order
         self.tokens: list[int] = [*request.prompt_token_ids, *request.answer_token_ids]
-        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.status = Status.WAITING
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_restarts = 0
-        self.seed = request.sampling.seed or 0
         self.matcher = request.matcher
         """The state of the request's grammar after all tokens of the answer."""
         self.load = LoadState()
         self.hash_chain = BlockHashChain(block_size, model_identity, request.cache_salt, trained_context)
         self.prefill_result: PrefillResult | None = None
-        self.refuses_result = False
-        """True if the producer's first token is not used, because this instance would have drawn it differently."""
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
         self.drafts: DraftState | None = None
@@ -127,6 +125,17 @@ class Sequence:
     def prompt_token_ids(self) -> Tokens[int]:
         """The prompt's tokens."""
         return self.request.prompt_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of the prompt's tokens."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def seed(self) -> int:
+        """Seed of all its draws: that of the prefill instance, or the request's own."""
+        result = self.prefill_result
+        return result.seed if result is not None and result.seed is not None else self.request.sampling.seed or 0
 
     @property
     def salt(self) -> str:
@@ -210,6 +219,5 @@ class Sequence:
     def adopt(self, result: PrefillResult) -> None:
         """Adopt the prefill instance's result."""
         self.prefill_result = result
-        self.seed = self.seed if result.seed is None else result.seed
         self.request.timeline.adopt(result.timeline)
         self.num_cached_tokens = result.num_cached_tokens
