@@ -133,7 +133,7 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        """Seed of all its draws: that of the prefill instance, or the request's own."""
+        """The seed of all its draws: from the prefill instance, else from the request."""
         result = self.prefill_result
         return result.seed if result is not None and result.seed is not None else self.request.sampling.seed or 0
 
