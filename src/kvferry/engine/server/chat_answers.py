@@ -54,6 +54,7 @@ def chat_answers(parsers: OutputParsers, body: ChatCompletionRequest, prompt: Pr
         tools=[body.tools[position] for position in use.positions] if may_call and body.tools else (),
         is_forced=is_forced,
         is_required=use.mode == "required",
+        is_json=text is not None and text.kind == "json",
         continued=_continued(body),
         max_thought_tokens=None if budget == -1 else budget,
     )

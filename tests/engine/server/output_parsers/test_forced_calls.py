@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvferry.core.structured_outputs import CallForm
 from kvferry.engine.parser_names import formats
 from kvferry.engine.server.output_parsers.answer_reader import AnswerReader, CallIds, NumberedCall, join_calls
+from kvferry.engine.server.output_parsers.base import ParsedText
 from kvferry.engine.server.output_parsers.table import OutputParsers
 
 from ..conftest import make_tokenizer
@@ -110,6 +111,15 @@ def test_a_text_that_is_cut_off(name: str) -> None:
         else:
             assert content == ""
             assert calls[0].arguments == text[begin:end][: len('{"a": 1}')]
+
+
+def test_json_has_no_reasoning_within_it() -> None:
+    text = '{"a": "<|channel|>analysis<|message|>hm<|end|><|channel|>final<|message|>"}'
+    answers = SERVERS["gpt_oss"].answer_format("", is_json=True)
+    for pieces in ([text], [*text]):
+        reader = AnswerReader(answers.make() or pytest.fail("no parser"), CallIds(b"key"))
+        parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+        assert "".join(part.text for part in parts if isinstance(part, ParsedText) and part.kind == "content") == text
 
 
 @pytest.mark.parametrize("name", FORMS)

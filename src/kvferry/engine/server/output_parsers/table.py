@@ -46,9 +46,9 @@ class ParserEntry:
             return self
         return replace(self, source=source.without_calls)
 
-    def before_calls(self) -> ParserEntry:
-        """The same parser for answers of calls: reasoning comes before them, and what looks like it within their
-        arguments is a part of these."""
+    def before_all(self) -> ParserEntry:
+        """The same parser for answers of a grammar: reasoning comes first, and what looks like it within arguments or
+        text is a part of these."""
         source = self.source
         return replace(self, source=source.before_all) if isinstance(source, OutputTemplate) else self
 
@@ -129,12 +129,13 @@ class OutputParsers:
         tools: Sequence[dict[str, Any]] = (),
         is_forced: bool = False,
         is_required: bool = False,
+        is_json: bool = False,
         continued: str | None = None,
         max_thought_tokens: int | None = None,
     ) -> AnswerFormat:
         """The format of the answers to a prompt. `tools`: those that may be called. `is_forced`: a grammar writes the
-        calls; `is_required`: and nothing else after the reasoning. `continued`: the beginning of the answer, where the
-        request has it."""
+        calls; `is_required`: and nothing else after the reasoning. `is_json`: a grammar writes JSON after it.
+        `continued`: the beginning of the answer, where the request has it."""
         reasoning, calls = self.reasoning, self.tools if tools else None
         forced: Mapping[str, Collection[str]] = dict.fromkeys(_names(tools), ()) if is_required else {}
         if calls is not None and calls.form is not None and calls.form.parameter is not None:
@@ -144,8 +145,8 @@ class OutputParsers:
             calls = _named("tools", _FALLBACK)
         if reasoning is not None and reasoning is not calls:
             reasoning = reasoning.without_calls()
-            if forced:
-                reasoning = reasoning.before_calls()
+            if forced or is_json:
+                reasoning = reasoning.before_all()
         entries = [entry for entry in dict.fromkeys((reasoning, calls)) if entry is not None]
         stages = []
         for index, entry in enumerate(entries):
