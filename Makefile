@@ -112,11 +112,12 @@ hunt: $(STAMP)  ## thousands of simulations in which a seed decides what breaks 
 	@$(BIN)/python -m hunts $(or $(SEEDS),1-2000) --jobs $(or $(JOBS),2) --twice 40
 	@$(BIN)/python -m hunts $(or $(SEEDS),1-150) --jobs $(or $(JOBS),2) --twice 40 --fleet
 
-check: $(STAMP)  ## formatting, lint, types, borders
+check: $(STAMP)  ## formatting, lint, types, borders, words
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest --quiet -p no:cacheprovider --numprocesses=0 tests/test_words.py
 
 # Not --quiet: mkdocs would then not count the warnings that --strict is about.
 docs: $(STAMP_DOCS)  ## build the documentation site, with its references made from the code, into build/site
