@@ -35,7 +35,7 @@ def services_of(num_pairs: int, policy: str) -> Services:
     config = RouterConfig(prefill_url=urls[0], decode_url=urls[1], policy=policy, disaggregate_from="0")
     services = build_router(config).services
     for instance in services.pools:
-        instance.set_facts(
+        instance.record_probe(
             InstanceFacts(engine_id=instance.name, connector="P2pConnector", layout="same", model_names=["m"])
         )
     return services

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import TransferError
-from kvferry.core.messages.continuation import LAST_MARK, MARK
+from kvferry.core.messages.continuation import LAST_MARK_SUFFIX, MARK_PREFIX
 from kvferry.http.client.call import Call
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
@@ -31,7 +31,7 @@ from .client.peers import CHUNKED, Script, peer
 from .client.test_http_client import small_socket
 from .running import Seen, opened, request, running, wire
 
-MARKS = Pattern(MARK, "first line", (LAST_MARK,))
+MARKS = Pattern(MARK_PREFIX, "first line", (LAST_MARK_SUFFIX,))
 EVENTS = Pattern(b"data: ", "all", (b"[DONE]", b'"finish_reason":"'))
 END = b"0\r\n\r\n"
 

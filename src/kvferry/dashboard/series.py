@@ -12,13 +12,16 @@ from kvferry.dashboard.figures import Figures, quantile
 
 
 class Point(msgspec.Struct, omit_defaults=True):
-    """The requests whose first token came within some seconds before `at` (seconds since 1970). Times are in ms, rates
-    a second; None: there was nothing to measure.
+    """Figures of the interval that ends at `at` (seconds since 1970). Latencies, in ms, are of requests whose first
+    token came in the interval. Rates are per second. None: there was nothing to measure.
+
+    `requests`: rate of arrivals. `waiting`: number of requests that wait now. `input_tokens`, `output_tokens`,
+    `hand_off_bytes`: rates, from the instances' counters. `hand_off_ms`: mean time of one hand-off, from the same.
 
     `queue`, `prefill`, `hand_off`, `decode_queue`, `aggregated`: parts of the time to first token, each a mean over the
-    requests. `aggregated`: the whole wait of requests that one instance served. `hand_off` ends with D's first token,
-    less `decode_queue` where D's metrics show it. `hits`: share of the prompts' tokens that were not computed.
-    `loaded`: blocks a second that were read from each tier of the stores, the fastest first.
+    requests that the router has seen. `aggregated`: the whole wait of requests that one instance served. `hand_off`
+    ends with D's first token, less `decode_queue` where D's metrics show it. `hits`: fraction of the prompts' tokens
+    that were not computed. `loaded`: blocks per second that were read from each tier of the stores, the fastest first.
     """
 
     at: float
@@ -51,12 +54,12 @@ def make_point(
 ) -> Point:
     """The point of the `seconds` before `at`. `figures`: by how much all instances' counters grew in
     `figure_seconds`."""
-    began = [
+    answered = [
         request
         for request in requests
         if request.first_s is not None and at - seconds <= request.arrived + request.first_s < at
     ]
-    firsts = sorted(1000 * request.first_s for request in began if request.first_s is not None)
+    firsts = sorted(1000 * request.first_s for request in answered if request.first_s is not None)
     point = Point(
         at=at,
         requests=sum(at - seconds <= request.arrived < at for request in requests) / seconds,
@@ -64,37 +67,37 @@ def make_point(
     )
     if firsts:
         point.ttft_p50, point.ttft_p99 = median(firsts), firsts[min(len(firsts) - 1, int(0.99 * len(firsts)))]
-        _waits(point, began)
-    num_tokens = sum(request.prompt_tokens for request in began)
+        _set_ttft_parts(point, answered)
+    num_tokens = sum(request.prompt_tokens for request in answered)
     if num_tokens:
-        point.hits = 1.0 - min(1.0, sum(request.uncached for request in began) / num_tokens)
+        point.hits = 1.0 - min(1.0, sum(request.uncached for request in answered) / num_tokens)
     if figures is not None and figure_seconds > 0:
-        _counters(point, figures, figure_seconds)
+        _set_counter_rates(point, figures, figure_seconds)
     return point
 
 
-def _waits(point: Point, began: Sequence[RequestObservation]) -> None:
-    share = 1000 / len(began)
-    for request in began:
+def _set_ttft_parts(point: Point, answered: Sequence[RequestObservation]) -> None:
+    ms_per_request = 1000 / len(answered)
+    for request in answered:
         first_s = request.first_s or 0.0
         if request.prefill and request.prefill_s is not None:
             hand_off_s = min(first_s, request.hand_off_s or 0.0)
             prefill_s = min(first_s - hand_off_s, request.prefill_s)
-            point.hand_off += share * hand_off_s
-            point.prefill += share * prefill_s
-            point.queue += share * (first_s - hand_off_s - prefill_s)
+            point.hand_off += ms_per_request * hand_off_s
+            point.prefill += ms_per_request * prefill_s
+            point.queue += ms_per_request * (first_s - hand_off_s - prefill_s)
         else:
-            point.aggregated += share * first_s
+            point.aggregated += ms_per_request * first_s
 
 
-def _counters(point: Point, figures: Figures, seconds: float) -> None:
+def _set_counter_rates(point: Point, figures: Figures, seconds: float) -> None:
     values = figures.values
     if "prompt_tokens" in values:
         point.input_tokens = values["prompt_tokens"] / seconds
     if "output_tokens" in values:
         point.output_tokens = values["output_tokens"] / seconds
-    for name, share in (("itl_p50", 0.5), ("itl_p99", 0.99)):
-        gap_s = quantile(figures.itl, share)
+    for name, fraction in (("itl_p50", 0.5), ("itl_p99", 0.99)):
+        gap_s = quantile(figures.itl, fraction)
         setattr(point, name, None if gap_s is None else 1000 * gap_s)
     point.hand_off_bytes = values.get("hand_off_bytes", 0.0) / seconds
     if values.get("hand_offs", 0.0) > 0:
@@ -109,10 +112,10 @@ def _counters(point: Point, figures: Figures, seconds: float) -> None:
 
 
 def _requests_of_metrics(point: Point, figures: Figures, seconds: float) -> None:
-    """Set the rates and times of requests that no router has seen, as with an instance of its own."""
+    """Set the rates and times of requests that no router has seen: of an instance that is used without one."""
     values = figures.values
-    for name, share in (("ttft_p50", 0.5), ("ttft_p99", 0.99)):
-        first_s = quantile(figures.ttft, share)
+    for name, fraction in (("ttft_p50", 0.5), ("ttft_p99", 0.99)):
+        first_s = quantile(figures.ttft, fraction)
         setattr(point, name, None if first_s is None else 1000 * first_s)
     point.requests = point.requests or values.get("ended", 0.0) / seconds
     if point.hits is None and values.get("looked_up_tokens", 0.0) > 0:

@@ -1,5 +1,5 @@
-"""The storage of simulated stores: one file system that all processes share, and memory that the processes of one
-machine share. Bytes take the time of their medium; reads return the written bytes, unless a fault has changed them.
+"""The storage of simulated stores: one file system and one shared memory. All processes share both, as on one machine.
+Bytes take the time of their medium; reads return the written bytes, unless a fault has changed them.
 
 Owns the files, the shared memory, and the time at which each medium is free. It does not know blocks.
 """
@@ -45,10 +45,11 @@ class Medium:
         self._simulation, self._times = simulation, times
         self._free_at = {False: 0.0, True: 0.0}
         self.hangs_until = self.slow_until = 0.0
-        """Set by faults: no call returns before; all calls take `_SLOWED` times as long until then."""
+        """Set by faults. `hangs_until`: no call returns before. `slow_until`: until then, calls take `_SLOWED` times as
+        long."""
 
-    def ends_at(self, begins: float, num_bytes: float, *, writes: bool) -> float:
-        """The time at which a transfer that begins at `begins` ends. It occupies the medium meanwhile."""
+    def reserve_transfer(self, begins: float, num_bytes: float, *, writes: bool) -> float:
+        """Occupy the medium with a transfer that begins at `begins`. Returns the time at which it ends."""
         now, times = self._simulation.now, self._times
         bandwidth = times.write_bandwidth if writes else times.read_bandwidth
         slower = _SLOWED if self.slow_until > now else 1.0
@@ -117,7 +118,7 @@ class Storage:
     def shared(self, process: SimProcess, name: str, num_bytes: int) -> _Shared:
         """The memory of that name and size. It is lost with its last process."""
         memory = self._arenas.get((name, num_bytes))
-        if memory is None or not any(process_of.is_alive for process_of in memory.members):
+        if memory is None or not any(member.is_alive for member in memory.members):
             memory = self._arenas[name, num_bytes] = _Shared(bytearray(num_bytes))
         memory.members[process] = None
         return memory
@@ -165,27 +166,27 @@ class SimDisk(Disk):
     def write(self, path: str, views: Sequence[memoryview], access: FileAccess, *, fsync: bool = False) -> None:
         storage, (folder, name) = self._storage, os.path.split(path)
         files, temporary = storage.folder(folder).files, storage.temporary(name)
-        self._require_works(writes=True)
+        self._wait_and_apply_faults(writes=True)
         files[temporary] = SimFile(b"", storage.wall(), self._process)
         try:
             content = b"".join(views)
-            self._move(len(content), writes=True)
-            self._require_works(writes=True)
+            self._wait_for_transfer(len(content), writes=True)
+            self._wait_and_apply_faults(writes=True)
             files[name] = SimFile(content, storage.wall())
         finally:
             files.pop(temporary, None)
 
     @contextmanager
     def open(self, path: str) -> Iterator[SimFile]:  # type: ignore[override]  # a file, in place of its number
-        self._require_works(writes=False)
+        self._wait_and_apply_faults(writes=False)
         yield self._file(path)
 
     def num_bytes(self, descriptor: SimFile) -> int:  # type: ignore[override]
         return len(descriptor.content)
 
     def read(self, descriptor: SimFile, views: Sequence[memoryview], offset: int) -> None:  # type: ignore[override]
-        self._move(sum(map(len, views)), writes=False)
-        self._require_works(writes=False)
+        self._wait_for_transfer(sum(map(len, views)), writes=False)
+        self._wait_and_apply_faults(writes=False)
         for view in views:
             piece = descriptor.content[offset : offset + len(view)]
             view[: len(piece)] = piece
@@ -201,7 +202,7 @@ class SimDisk(Disk):
             descriptor.modified_s = self._storage.wall()
 
     def touch(self, path: str) -> bool:
-        self._require_works(writes=False)
+        self._wait_and_apply_faults(writes=False)
         try:
             self._file(path).modified_s = self._storage.wall()
         except FileNotFoundError:
@@ -209,7 +210,7 @@ class SimDisk(Disk):
         return True
 
     def is_readable(self, path: str) -> bool:
-        self._require_works(writes=False)
+        self._wait_and_apply_faults(writes=False)
         return self._file(path) is not None
 
     def exists(self, path: str) -> bool:
@@ -240,11 +241,11 @@ class SimDisk(Disk):
         except KeyError:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
 
-    def _move(self, num_bytes: int, *, writes: bool) -> None:
+    def _wait_for_transfer(self, num_bytes: int, *, writes: bool) -> None:
         time = self._time
-        time.wait_until(self._storage.disk.ends_at(time.now(), num_bytes * self._true_bytes, writes=writes))
+        time.wait_until(self._storage.disk.reserve_transfer(time.now(), num_bytes * self._true_bytes, writes=writes))
 
-    def _require_works(self, *, writes: bool) -> None:
+    def _wait_and_apply_faults(self, *, writes: bool) -> None:
         if self._storage.disk.hangs_until > self._time.now():
             self._time.wait_until(self._storage.disk.hangs_until)
         now = self._time.now()
@@ -288,7 +289,7 @@ class SimArena(Arena):
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         time = self._time
-        time.wait_until(self._storage.memory.ends_at(time.now(), num_bytes * self._true_bytes, writes=True))
+        time.wait_until(self._storage.memory.reserve_transfer(time.now(), num_bytes * self._true_bytes, writes=True))
         return self.buffer[offset : offset + num_bytes]
 
     def close(self) -> None:

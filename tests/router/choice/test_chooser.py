@@ -39,11 +39,11 @@ def test_who_turns_out_to_be_another_engine_is_paired_no_more_and_again_when_it_
     chooser, pools = parts(1)
     (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
     assert choose(chooser, pools).prefill is prefill
-    prefill.set_facts(VllmFacts())
-    decode.set_facts(SglangFacts())
+    prefill.record_probe(VllmFacts())
+    decode.record_probe(SglangFacts())
     assert not chooser.pairing.readers(prefill, [decode])
     assert (choose(chooser, pools).prefill, choose(chooser, pools).reason) == (None, "no_pair")
-    decode.set_facts(VllmFacts())
+    decode.record_probe(VllmFacts())
     assert chooser.pairing.readers(prefill, [decode]) == [decode]
     assert choose(chooser, pools).prefill is prefill
 
@@ -52,9 +52,9 @@ def test_who_leaves_while_it_computes_is_read_by_its_like_only() -> None:
     chooser, pools = parts(1)
     (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
     for one in (prefill, decode):
-        one.set_facts(SglangFacts())
+        one.record_probe(SglangFacts())
     for pool in (pools.prefill, pools.decode):
-        pool.add(f"http://new{pool.role}:1").set_facts(VllmFacts())
+        pool.add(f"http://new{pool.role}:1").record_probe(VllmFacts())
     for one in (prefill, decode):
         pools.retire(one)
     assert choose(chooser, pools).prefill in pools.prefill.instances
@@ -67,7 +67,7 @@ def test_each_goes_only_to_whom_can_read_it_when_engines_are_mixed() -> None:
     kinds: list[Facts] = [VllmFacts(), SglangFacts()]
     for pool in (pools.prefill, pools.decode):
         for one, facts in zip(pool.instances, kinds, strict=True):
-            one.set_facts(facts)
+            one.record_probe(facts)
     for _ in range(8):
         choice = choose(chooser, pools)
         assert type(choice.prefill.facts) is type(choice.decode.facts)
@@ -81,12 +81,12 @@ def test_who_has_the_model_is_chosen_and_anyone_if_nobody_says_so(learned_first:
     if not learned_first:
         choose(chooser, pools)
     first, second = pools.decode.instances
-    first.set_facts(InstanceFacts(model_names=["m"]))
-    second.set_facts(InstanceFacts(model_names=["other"]))
+    first.record_probe(InstanceFacts(model_names=["m"]))
+    second.record_probe(InstanceFacts(model_names=["other"]))
     assert {choose(chooser, pools).decode for _ in range(4)} == {first}
     assert {choose(chooser, pools, PromptTraits(model="unheard of")).decode for _ in range(4)} == {first, second}
     added = pools.decode.add("http://d9:1")
-    added.set_facts(InstanceFacts(model_names=["m"]))
+    added.record_probe(InstanceFacts(model_names=["m"]))
     assert {choose(chooser, pools).decode for _ in range(4)} == {first, added}
 
 
@@ -99,7 +99,7 @@ def test_who_is_asked_again_and_says_the_same_or_fails_again_changes_nothing() -
     assert pools.revision == before
     for _ in range(3):
         facts = InstanceFacts(engine_id="one", model_names=["m"])
-        prefill.set_facts(facts)
+        prefill.record_probe(facts)
         assert prefill.facts is facts, "by which it is known that it was asked again"
     assert pools.revision == before + 1
     prefill.invalidate()
@@ -110,12 +110,12 @@ def test_the_same_ticket_origin_again_is_nothing_new() -> None:
     pools = parts(1)[1]
     (prefill,) = pools.prefill.instances
     origins = [KVSource(engine_id=name, host="h", port=1) for name in "ab"]
-    prefill.set_facts(VllmFacts().with_origin(origins[0]).with_origin(origins[1]))
+    prefill.record_probe(VllmFacts().with_origin(origins[0]).with_origin(origins[1]))
     before = pools.revision
     for origin in origins * 3:
-        prefill.update_facts(prefill.facts.with_origin(origin))
+        prefill.replace_facts(prefill.facts.with_origin(origin))
     assert pools.revision == before
-    prefill.update_facts(prefill.facts.with_origin(KVSource(engine_id="c", host="h", port=1)))
+    prefill.replace_facts(prefill.facts.with_origin(KVSource(engine_id="c", host="h", port=1)))
     assert [one.engine_id for one in prefill.facts.origins] == ["c", "b"]
     assert pools.revision > before
 
@@ -123,15 +123,15 @@ def test_the_same_ticket_origin_again_is_nothing_new() -> None:
 def test_a_new_process_at_an_address_has_an_empty_cache() -> None:
     chooser, pools = parts(1)
     (decode,) = pools.decode.instances
-    decode.set_facts(InstanceFacts(engine_id="one"))
+    decode.record_probe(InstanceFacts(engine_id="one"))
     asked = PromptTraits(model="m", prefix=Prefix((1, 2), (100, 200)))
     choose(chooser, pools, asked)
     assert chooser.index.match(asked.prefix)[decode] == 200
     decode.invalidate()
-    decode.set_facts(InstanceFacts(engine_id="one"))
+    decode.record_probe(InstanceFacts(engine_id="one"))
     choose(chooser, pools, PromptTraits(model="m"))
     assert chooser.index.match(asked.prefix)[decode] == 200, "it was only asked again"
-    decode.set_facts(InstanceFacts(engine_id="two"))
+    decode.record_probe(InstanceFacts(engine_id="two"))
     choose(chooser, pools, PromptTraits(model="m"))
     assert decode not in chooser.index.match(asked.prefix)
 
@@ -181,12 +181,12 @@ def test_prefill_instances_answer_only_where_all_are_kvferrys_and_end_an_answer_
     )
     assert not may_answer(), "nothing is known of them yet"
     for one in (prefill, decode):
-        one.set_facts(ours)
+        one.record_probe(ours)
     assert may_answer()
-    prefill.set_facts(msgspec.structs.replace(ours, max_model_len=32))
+    prefill.record_probe(msgspec.structs.replace(ours, max_model_len=32))
     assert not may_answer()
     for one in (prefill, decode):
-        one.set_facts(VllmFacts(model_names=["m"]))
+        one.record_probe(VllmFacts(model_names=["m"]))
     assert not may_answer()
 
 
@@ -208,7 +208,9 @@ def test_structured_output_is_for_instances_that_can_constrain(fields: dict[str,
     chooser = Chooser(config, ManualClock(), pools)
     prefills, decodes = pools.prefill.instances, pools.decode.instances
     for number, instance in enumerate((*prefills, *decodes)):
-        instance.set_facts(InstanceFacts(engine_id=str(number), model_names=["m"], structured_outputs=number % 2 == 1))
+        instance.record_probe(
+            InstanceFacts(engine_id=str(number), model_names=["m"], structured_outputs=number % 2 == 1)
+        )
     traits = chooser.read("/v1/completions", RequestBody.parse(msgspec.json.encode({"prompt": "a", **fields})), {})
     assert traits.is_constrained == is_constrained
     chooser.pairing.refresh()

@@ -116,7 +116,7 @@ async def test_speed_and_pauses_end_with_the_process() -> None:
         await place.look()
         place.cached_tokens()
         assert estimates.prefill_s("decode-0", 9000) == estimates.any_prefill.at(9000)
-        assert place.decode.busy_until == 0.0
+        assert place.decode.paused_until == 0.0
         assert not prefill.hand_off(prefill.instances), "another instance's process goes on"
 
 

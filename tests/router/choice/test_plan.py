@@ -25,7 +25,7 @@ def sglangs() -> Pools:
     """Servers of SGLang's, one for each phase."""
     made = pools()
     for instance in (*made.prefill.instances, *made.decode.instances):
-        instance.set_facts(SglangFacts(mode=instance.role))
+        instance.record_probe(SglangFacts(mode=instance.role))
     return made
 
 

@@ -135,7 +135,7 @@ def test_they_hand_off_among_themselves_only() -> None:
     assert not can_pair(facts("prefill"), facts("decode", layout="another model"))
     assert not are_compatible(facts("prefill"), facts("decode", stack="kvferry"))
     instance = Instance("prefill", "http://127.0.0.1:1")
-    instance.set_facts(facts("prefill"))
+    instance.record_probe(facts("prefill"))
     form = choose_form(RouterConfig(decode_url=("http://127.0.0.1:2",)), instance, [facts("decode")])
     assert form is not None
     made = form("0" * 32)

@@ -52,7 +52,7 @@ def rows() -> list[tuple[State, str, State]]:
 
 def in_state(state: State) -> Instance:
     one = Instance("decode", "http://here:1", name="decode-0")
-    one.set_facts(InstanceFacts(engine_id="e"))
+    one.record_probe(InstanceFacts(engine_id="e"))
     if ROADS[state]:
         EVENTS[ROADS[state]](one)
     if state is State.DRAINED:
@@ -82,9 +82,9 @@ def test_what_it_is_stays_known_and_who_it_is_does_not_until_it_is_asked(failure
     one, facts = in_state(State.UP), InstanceFacts(engine_id="e")
     {**EVENTS, "doubt": lambda one: one.invalidate()}[failure](one)
     assert (one.facts, one.confirmed) == (facts, NOT_PROBED)
-    one.update_facts(InstanceFacts(engine_id="e", stores_take_kv=False))
+    one.replace_facts(InstanceFacts(engine_id="e", stores_take_kv=False))
     assert one.confirmed is NOT_PROBED, "a request has shown that, and nobody has asked"
-    one.set_facts(facts)
+    one.record_probe(facts)
     assert one.confirmed is facts
 
 

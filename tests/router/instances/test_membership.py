@@ -194,10 +194,10 @@ async def test_one_that_changed_its_role_and_is_drained_works_until_it_says_othe
     d = a_decode()
     async with instances(both, d), routing([], [both.url, d.url]) as (router, _):
         membership, before = router.membership, router.membership.find("decode-0")
-        before.busy_until = 5.0
+        before.paused_until = 5.0
         before.mark_unresponsive()
         after = membership.change_role("decode-0", "prefill")
-        assert (after.busy_until, after.state) == (5.0, InstanceState.UNRESPONSIVE)
+        assert (after.paused_until, after.state) == (5.0, InstanceState.UNRESPONSIVE)
         membership.drain("prefill-0")
         await membership.check_drained(after)
         assert not after.drained

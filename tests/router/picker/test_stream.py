@@ -369,7 +369,7 @@ async def test_who_shows_no_certificate_keeps_requests_from_an_instance_for_a_se
         async with grpc.aio.insecure_channel(f"127.0.0.1:{PICKER_PORT}") as channel:
             await say_that_it_is_full(channel)
         (instance,) = router.services.pools.decode.instances
-        assert 0.0 < instance.busy_until <= router.services.clock.monotonic() + 1.0
+        assert 0.0 < instance.paused_until <= router.services.clock.monotonic() + 1.0
 
 
 async def test_a_gateway_with_a_certificate_is_believed(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ async def test_a_gateway_with_a_certificate_is_believed(tmp_path: Path) -> None:
     finally:
         await server.stop(0)
     (instance,) = router.services.pools.decode.instances
-    assert instance.busy_until > router.services.clock.monotonic() + 30.0
+    assert instance.paused_until > router.services.clock.monotonic() + 30.0
 
 
 async def test_a_body_that_does_not_come_is_given_up() -> None:

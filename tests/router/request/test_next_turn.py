@@ -312,7 +312,7 @@ async def test_what_an_instance_keeps_that_failed_once_is_not_forgotten() -> Non
         assert turns.take(f"{BODY['model']} a", router.services.pools.prefill.instances[0]) is None
         async with asyncio.timeout(30):
             assert await _released(d, "kept-1")
-        instance.set_facts(facts)
+        instance.record_probe(facts)
         await post(url, "b")
         assert told(p)["remote_transfer_id"] == "kept-2"
 

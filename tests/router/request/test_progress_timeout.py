@@ -55,7 +55,7 @@ async def test_time_that_this_process_stood_still_is_nobodys_silence() -> None:
     clock = ManualClock()
     async with waiting(clock, 10.0) as (legs, leg, _):
         clock.advance(4.0)
-        leg.instance.last_sign = clock.monotonic()
+        leg.instance.last_progress = clock.monotonic()
         clock.advance(500.0)
         legs.check_timeouts(missed_s=497.0)
         assert leg.error is None

@@ -1,7 +1,7 @@
 """The process that owns Dynamo's runtime for a router: each worker of its endpoints gets an OpenAI server on this
 machine, whose URL is sent to the router. It ends when its standard input does, which is when the router is gone.
 
-    python -m kvferry.bridge.dynamo.main        settings and news: `core.messages.dynamo`
+    python -m kvferry.bridge.dynamo.main PARENT_PID        messages: `core.messages.dynamo`
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Bridge:
             log.error("%s cannot be served: %s", name, error)
             await asyncio.sleep(self._again_s)  # it stays in `_served` meanwhile
         except Exception:
-            # The edge of one worker: a card or a tokenizer that breaks a library is not the others' concern.
+            # A failure of one worker, as of its model card or tokenizer, does not stop the others.
             log.exception("%s cannot be served", name)
             await asyncio.sleep(self._again_s)
 
@@ -114,12 +114,12 @@ class Bridge:
 
 
 def _send_news(news: WorkerNews) -> None:
-    """Write a line for the router; its end is noticed at standard input."""
+    """Write a line for the router. The end of standard input tells that the router has ended."""
     with suppress(OSError):
         os.write(sys.stdout.fileno(), msgspec.json.encode(news) + b"\n")
 
 
-def _ends_with_parent(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """Have the kernel end this process with its parent, even if it hangs."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -154,13 +154,13 @@ def _read_settings() -> BridgeSettings:
 
 
 def main() -> None:
-    """Run the bridge; leaves with 2 for what a user can correct."""
+    """Run the bridge. Exits with status 2 for an error that a user can correct."""
     set_up_logging(LogConfig(), "dynamo")
     os.environ.setdefault("DYN_LOG", "warn")  # at "info", Dynamo's runtime writes lines for each request
     code = 0
     with shutdown_deadline() as limit:
         try:
-            _ends_with_parent(int(sys.argv[1]))
+            _end_with_parent(int(sys.argv[1]))
             run_server(_run(_read_settings()))
         except ConfigError as error:
             log.error("%s", error)

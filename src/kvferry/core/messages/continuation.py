@@ -27,10 +27,11 @@ PROGRESS_HEADER = "X-Kvferry-Progress"
 CONTINUE_KEY = "continue_from"
 """The key of a `Continuation` in `kv_transfer_params`."""
 
-MARK = b": "
+MARK_PREFIX = b": "
 """The beginning of a mark, which is one line."""
 
-LAST_MARK = b'"last":true}'
+LAST_MARK_SUFFIX = b'"last":true}'
+"""The end of a mark with `last`, which therefore is the last field of `StreamMark`."""
 
 
 class StreamMark(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -56,17 +57,17 @@ _decoder = msgspec.json.Decoder(StreamMark)
 
 def decode_mark(line: bytes) -> StreamMark:
     """The mark in a line, given without its newline. Raises `msgspec.MsgspecError`."""
-    return _decoder.decode(line[len(MARK) :])
+    return _decoder.decode(line[len(MARK_PREFIX) :])
 
 
 def is_last(line: bytes) -> bool:
     """True if this is the line of a stream's last mark, without decoding it."""
-    return line.endswith(LAST_MARK)
+    return line.endswith(LAST_MARK_SUFFIX)
 
 
 class Continuation(msgspec.Struct, kw_only=True):
-    """An answer so far: its tokens, the seed with which they were sampled, its `answer_name`, and what is repeated in
-    all its chunks: when it was created (seconds since the epoch) and how much of the prompt was cached."""
+    """An answer so far: its tokens, the seed with which they were sampled, its `answer_name`. `created`
+    (seconds since the epoch) and `num_cached_tokens` are repeated in all its chunks."""
 
     token_ids: list[Count]
     seed: Annotated[int, Meta(ge=-(2**63))]
@@ -93,9 +94,8 @@ def parse_continuation(params: dict[str, Any] | None) -> Continuation | None:
 def answer_name(
     drawn_by: str, eos_token_ids: Collection[int], prompt_token_ids: Sequence[int], salt: str, parsers: str = ""
 ) -> str:
-    """32 hexadecimal digits for all that an answer is a function of, besides the client's own parameters and the seed:
-    what draws its tokens (`core.sampling.drawn_by`), the tokens that end it, the prompt with its cache salt, and what
-    parses it."""
+    """A digest of 32 hexadecimal digits. It covers all that determines an answer besides the client's own parameters
+    and the seed: model and sampler (`core.sampling.drawn_by`), end tokens, prompt with cache salt, and parsers."""
     [(_, prompt)] = prefix_digests(prompt_token_ids, [len(prompt_token_ids)], salt)
     facts = [drawn_by, sorted(eos_token_ids), prompt, *([parsers] if parsers else [])]
     return hashlib.sha256(_encoder.encode(facts)).hexdigest()[:32]

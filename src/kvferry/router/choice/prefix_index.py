@@ -48,8 +48,9 @@ class IndexStatistics:
 
 
 class Match(Mapping[Any, int]):
-    """Cached tokens of a prompt by instance; instances without any are left out. `groups`: bit masks of instances, by
-    their `positions` below `num_positions`, with the tokens that these have; the largest number counts."""
+    """Cached tokens of a prompt by instance; instances without any are left out. `groups`: pairs of a bit
+    mask of instances and a number of tokens; for an instance in several groups the largest number counts. Bits are the
+    instances' `positions`, below `num_positions`."""
 
     __slots__ = ("_groups", "_num_positions", "_positions")
 
@@ -81,7 +82,7 @@ class Match(Mapping[Any, int]):
         return sum(1 for _ in self)
 
     def to_vector(self) -> Vector:
-        """Number of cached tokens by the instance's position; the last position belongs to no instance."""
+        """Number of cached tokens by the instance's position. Those from `num_positions` on belong to no instance."""
         num_bytes = self._num_positions // 8 + 1
         if len(self._groups) == 1:
             [(bits, num_tokens)] = self._groups
@@ -106,7 +107,9 @@ class PrefixIndex:
         self._positions: dict[Any, int] = {}
         """Position of each instance's bit. Replaced, not changed, as instances join and leave."""
         self._all_bits = 0
+        """The bits of all instances."""
         self._holders: dict[int, int] = {}
+        """For each key, the bit mask of the instances that have its tokens."""
         # The last match, since several callers look up the same request.
         self._version = 0
         self._last_prefix: Prefix | None = None
@@ -123,11 +126,11 @@ class PrefixIndex:
         """Cached tokens of the prompt by instance, as far as the router knows."""
         if prefix is self._last_prefix and self._version == self._last_version:
             return self._last_match
-        groups = self._walk(prefix.keys, prefix.ends)
+        groups = self._longest_prefixes(prefix.keys, prefix.ends)
         if prefix.token_ids is not None:
             for size in {cache.block_size for cache in self._caches.values() if cache.block_size}:
                 keys = prefix.block_keys(size)
-                groups += self._walk(keys, range(size, size * len(keys) + 1, size))
+                groups += self._longest_prefixes(keys, range(size, size * len(keys) + 1, size))
         self._last_prefix, self._last_version = prefix, self._version
         self._last_match = Match(groups, self._positions, self._all_bits.bit_length())
         return self._last_match
@@ -192,7 +195,7 @@ class PrefixIndex:
                 self._drop(cache, key)
 
     def cleared(self, instance: Any) -> None:
-        """The instance's cache is empty: it was reset, or the process is new."""
+        """Apply an event: the instance's cache is empty, as it was reset or the process is new."""
         cache = self._caches.get(instance)
         if cache is not None:
             for key in list(cache.keys):
@@ -224,7 +227,7 @@ class PrefixIndex:
         return IndexStatistics(sum(len(cache.keys) for cache in self._caches.values()), len(self._holders))
 
     def check(self) -> None:
-        """Raise `LeakError` unless both halves agree."""
+        """Raise `LeakError` unless the masks of the keys agree with the caches of all instances."""
         held: dict[int, int] = {}
         for cache in self._caches.values():
             for key in cache.keys:
@@ -234,7 +237,7 @@ class PrefixIndex:
         if held != self._holders:
             raise LeakError(f"{len(self._holders)} prefixes have holders, which have {len(held)}")
 
-    def _walk(self, keys: Sequence[int], ends: Sequence[float]) -> list[tuple[int, int]]:
+    def _longest_prefixes(self, keys: Sequence[int], ends: Sequence[float]) -> list[tuple[int, int]]:
         """Follow the keys until no instance has the next one; return bit masks of instances with the tokens that these
         have."""
         holders, remaining, reached = self._holders, self._all_bits, 0.0

@@ -124,7 +124,7 @@ class Health:
                 instance.mark_down(str(error))
                 return
             if not isinstance(facts, NotProbed):
-                instance.set_facts(facts)
+                instance.record_probe(facts)
             elif self._config.protocol != "mooncake":
                 self._on_late(instance)  # it answers nothing but its health
                 return
@@ -133,7 +133,7 @@ class Health:
         instance.mark_duplicate(self._find_duplicate(instance))
 
     def _on_late(self, instance: Instance) -> None:
-        if self._clock.monotonic() - instance.last_sign >= self._config.health_timeout_s:  # else it is only busy
+        if self._clock.monotonic() - instance.last_progress >= self._config.health_timeout_s:  # else it is only busy
             instance.mark_late(f"it does not answer for its health within {self._config.health_timeout_s:g} s")
 
     def _find_duplicate(self, instance: Instance) -> Instance | None:

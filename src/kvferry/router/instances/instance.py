@@ -194,7 +194,7 @@ class ObservedProcess:
 
 class Instance:
     """An instance and its state, as far as the router knows it. Only the methods under "State changes" write `state`,
-    `checks`, `busy_until`, `facts` and `process`, and log the changes for operators; all in one thread."""
+    `checks`, `paused_until`, `facts` and `process`, and log the changes for operators; all in one thread."""
 
     def __init__(
         self,
@@ -215,18 +215,18 @@ class Instance:
         self.name = name or f"{role} instance"
         """Its name for clients, metrics and logs; contains no address."""
         self.member = member
-        """Its number, the same in all routers of a port."""
+        """Its row in the tables that the routers of a port share."""
         self.unit = unit
-        """Hand-offs stay within a unit."""
+        """The group of prefill and decode instances within which its hand-offs stay."""
         self.settings_revision = ""
-        """Names its settings in its fleet; empty outside of one."""
+        """Revision of its settings in its fleet; empty outside of one."""
         self.state = InstanceState.NEW
         self.checks = HealthChecks()
         self.remove_when_drained = False
         """It is removed once it is drained."""
-        self.last_sign = 0.0
+        self.last_progress = 0.0
         """Time of its last progress, on the router's monotonic clock: bytes of an answer, or steps."""
-        self.busy_until = 0.0
+        self.paused_until = 0.0
         """End of the pause that it has asked for (`Retry-After`), on the same clock."""
         self._revision = revision or Revision()
         self.facts: Facts = NOT_PROBED
@@ -315,33 +315,33 @@ class Instance:
 
     def inherit_from(self, predecessor: Instance, state: InstanceState) -> None:
         """Copy the state of `predecessor`, the same process in its former role, which was in `state`."""
-        self.update_facts(predecessor.facts)
+        self.replace_facts(predecessor.facts)
         self.process = replace(predecessor.process, gave_no_ticket=False)
-        self.checks, self.last_sign, self.busy_until = (
+        self.checks, self.last_progress, self.paused_until = (
             replace(predecessor.checks),
-            predecessor.last_sign,
-            predecessor.busy_until,
+            predecessor.last_progress,
+            predecessor.paused_until,
         )
         self._enter(state)
 
     def pause_until(self, until: float) -> None:
         """Avoid it until this time on the router's monotonic clock, as it has asked for."""
-        self.busy_until = until
+        self.paused_until = until
         self._revision.states += 1
 
     def _enter(self, state: InstanceState) -> None:
         self.state = state
         self._revision.states += 1
 
-    def set_facts(self, facts: Facts) -> None:
+    def record_probe(self, facts: Facts) -> None:
         """Record its answer to a probe, which may come from a new process."""
         if self._is_new_process(facts):
-            self.process, self.busy_until = self.process.successor(), 0.0
+            self.process, self.paused_until = self.process.successor(), 0.0
             self._revision.grow()
         elif self.process.is_stale:
             self._revision.states += 1
         self.process.is_stale = self.process.was_down = False
-        self.update_facts(facts)
+        self.replace_facts(facts)
 
     def _is_new_process(self, facts: Facts) -> bool:
         """True if these facts belong to another process than the current ones. A process without a name counts as new
@@ -353,8 +353,8 @@ class Instance:
             return before != now
         return type(self.facts) is not type(facts) or self.process.was_down
 
-    def update_facts(self, facts: Facts) -> None:
-        """Record facts that a request has shown; the instance was not probed."""
+    def replace_facts(self, facts: Facts) -> None:
+        """Replace the facts of the same process."""
         took_kv, before, self.facts = self.stores_take_kv, self.facts, facts
         if facts != before:
             if isinstance(facts, InstanceFacts) and took_kv != facts.stores_take_kv:

@@ -84,7 +84,7 @@ class RolePool:
         """Record that a prefill instance's stores take no KV: exclude it from hand-offs until its facts change, or for
         a while."""
         if isinstance(instance.facts, InstanceFacts):
-            instance.update_facts(msgspec.structs.replace(instance.facts, stores_take_kv=False))
+            instance.replace_facts(msgspec.structs.replace(instance.facts, stores_take_kv=False))
         else:
             self.exclude_from_hand_off(instance, _WITHOUT_KV_S)
 
@@ -125,7 +125,7 @@ class RolePool:
             self._level(before)
             self._alive_states = self.revision.states
             self._alive_until = min(
-                (instance.busy_until for instance in self.instances if instance.busy_until > now), default=math.inf
+                (instance.paused_until for instance in self.instances if instance.paused_until > now), default=math.inf
             )
         return self._alive
 
@@ -139,12 +139,12 @@ class RolePool:
 
     def _find_alive(self, exclude: Collection[Instance], now: float) -> list[Instance]:
         trusted = [instance for instance in self.instances if instance.trusted and instance not in exclude]
-        return [instance for instance in trusted if instance.busy_until <= now] or self._find_fallback(exclude, now)
+        return [instance for instance in trusted if instance.paused_until <= now] or self._find_fallback(exclude, now)
 
     def _find_fallback(self, exclude: Collection[Instance], now: float) -> list[Instance]:
         usable = [instance for instance in self.instances if instance.usable and instance not in exclude]
         trusted = [instance for instance in usable if instance.trusted] or usable
-        return [instance for instance in trusted if instance.busy_until <= now] or trusted
+        return [instance for instance in trusted if instance.paused_until <= now] or trusted
 
     def pick(self, exclude: Collection[Instance] = ()) -> Instance | None:
         """The next instance in turn, for requests without a prompt. If none seems usable, any of them: it may be back,

@@ -140,7 +140,7 @@ class Registrations:
         if instance is None:
             instance = self._membership.register(announcement.role, url, announcement.bootstrap_port or BOOTSTRAP_PORT)
             logger.warning("%s (%s) has registered", instance, instance.url)
-        instance.set_facts(facts)
+        instance.record_probe(facts)
         instance.mark_healthy()
         return _lease_state(instance)
 

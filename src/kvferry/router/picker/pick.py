@@ -136,7 +136,7 @@ class Picker:
         ]
         if not usable:
             raise Unavailable("no decode instance can be reached; try again later")
-        pause_s = min(instance.busy_until for instance in usable) - self.services.clock.monotonic()
+        pause_s = min(instance.paused_until for instance in usable) - self.services.clock.monotonic()
         if pause_s > 0:
             full = QueueFull("all decode instances are full; try again later")
             full.retry_after_s = math.ceil(pause_s)

@@ -193,5 +193,7 @@ class Delivery:
             return False
         if self._lost.get(instance) is facts:
             return False
-        is_free = not instance.busy_until or instance.busy_until + self._jitter_s <= self._services.clock.monotonic()
+        is_free = (
+            not instance.paused_until or instance.paused_until + self._jitter_s <= self._services.clock.monotonic()
+        )
         return is_free and are_compatible(self._source_facts, facts)

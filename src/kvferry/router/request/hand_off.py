@@ -98,7 +98,7 @@ class HandOff:
             elif isinstance(facts, InstanceFacts) and (origin is None or origin.engine_id != facts.engine_id):
                 prefill.invalidate()  # Another process is at this address now.
             elif isinstance(facts, VllmFacts) and origin is not None and origin.port:
-                prefill.update_facts(facts.with_origin(origin))
+                prefill.replace_facts(facts.with_origin(origin))
         self._record.prefilled(self.leg, prefill_usage(answer))
         is_fetching = self.decode_leg is not None and self.decode_leg.state == "sent"
         return not (params is not None and self.matches_early_ticket and is_fetching)

@@ -335,7 +335,7 @@ class Legs:
             for leg in self.open:
                 leg.progress_timeout.add_pause(missed_s, now)
             for instance in self._awaited_instances():
-                instance.last_sign = min(now, instance.last_sign + missed_s)
+                instance.last_progress = min(now, instance.last_progress + missed_s)
         for leg in tuple(self.open):
             leg.check_timeout(now)
 
@@ -362,7 +362,7 @@ class Legs:
             self._probing.discard(instance)
         steps = b" ".join(_STEPS.findall(text)) if status == 200 else b""
         if self._steps.get(instance, steps) != steps:
-            instance.last_sign = self.now()
+            instance.last_progress = self.now()
         self._steps[instance] = steps
 
 

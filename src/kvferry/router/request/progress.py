@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.messages.continuation import CONTINUE_KEY, LAST_MARK, MARK, Continuation, decode_mark
+from kvferry.core.messages.continuation import CONTINUE_KEY, LAST_MARK_SUFFIX, MARK_PREFIX, Continuation, decode_mark
 from kvferry.core.messages.hand_off import HAND_OFF_FIELD
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.http.relay import Pattern
@@ -27,7 +27,7 @@ _RETRYABLE_ERRORS = frozenset({"unavailable_error", "server_error", "hand_off_er
 """Types of errors that the instance causes, not the request."""
 
 
-_MARKED_EVENTS = Pattern(MARK, "first line", (LAST_MARK,))
+_MARKED_EVENTS = Pattern(MARK_PREFIX, "first line", (LAST_MARK_SUFFIX,))
 
 
 class _Error(msgspec.Struct):
@@ -150,10 +150,10 @@ class Progress(ResumableStream):
     def _event(self, event: bytes) -> bytes:
         if self._closing:
             return self._hold_back(event)
-        if not event.startswith(MARK):
+        if not event.startswith(MARK_PREFIX):
             return self._end_with_error(event)
         mark, _, event = event.partition(b"\n")
-        if mark.endswith(LAST_MARK):
+        if mark.endswith(LAST_MARK_SUFFIX):
             self._last = mark
             return self._hold_back(event)
         if not self.begun:

@@ -29,7 +29,7 @@ class ProgressTimeout:
 
     def answer_began(self, between_bytes_s: float, now: float) -> None:
         """Record that the answer has begun: from now on it may pause for `between_bytes_s`."""
-        self._progress_at = self._instance.last_sign = now
+        self._progress_at = self._instance.last_progress = now
         self._silence_s, self.movable, self._partner = between_bytes_s, False, None
 
     @property
@@ -44,8 +44,8 @@ class ProgressTimeout:
         """Seconds without progress."""
         partner, partner_progress_at = self._partner, 0.0
         if partner is not None:
-            partner_progress_at = partner.ended_at if partner.state == "ended" else partner.instance.last_sign
-        return now - max(self._progress_at, self._instance.last_sign, partner_progress_at)
+            partner_progress_at = partner.ended_at if partner.state == "ended" else partner.instance.last_progress
+        return now - max(self._progress_at, self._instance.last_progress, partner_progress_at)
 
     def waited_for(self, now: float) -> float:
         """Seconds without a byte of the answer."""
@@ -59,7 +59,7 @@ class ProgressTimeout:
         """Record the bytes that have come since the last call."""
         num_bytes = call.num_received_so_far
         if num_bytes != self._seen_bytes:
-            self._seen_bytes, self._progress_at, self._instance.last_sign = num_bytes, now, now
+            self._seen_bytes, self._progress_at, self._instance.last_progress = num_bytes, now, now
         elif call.paused:
             self._progress_at = now  # the client does not read
 

@@ -1,8 +1,9 @@
 """The model's fingerprint, the same on every instance that serves the same weights in the same way.
 
-vLLM's workers rearrange weights, each in its own way, so the fingerprint is made from the checkpoint's files, from the
-model's configuration as vLLM has resolved it (`models.checkpoint`), and from all of vLLM's own settings that are not
-known to be harmless. A setting that a later release adds therefore counts as soon as it is not left at its default.
+vLLM's workers rearrange weights, each in its own way. The fingerprint is therefore made of three things: the
+checkpoint's files, the model's configuration as vLLM has resolved it (`models.checkpoint`), and all of vLLM's own
+settings that are not known to be harmless. A setting that a later release adds therefore counts as soon as it is not
+left at its default.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvferry.models.checkpoint import checkpoint_name, plain, resolved_config
 
 log = logging.getLogger(__name__)
 
-HARMLESS = {
+NOT_COMPARED = {
     "VllmConfig": """
         model_config cache_config load_config attention_config
         parallel_config scheduler_config device_config offload_config aux_output_config mamba_config kernel_config
@@ -60,15 +61,16 @@ HARMLESS = {
         max_lora_rank max_loras fully_sharded_loras max_cpu_loras default_mm_loras specialize_active_lora
         max_lora_cls_labels""",
 }
-"""The settings of each configuration class of vLLM's that the KV of given tokens does not depend on, or that count
-elsewhere: in the layout, in the packing, in the salt, or in the resolved configuration."""
+"""Settings by vLLM's configuration class that are left out. Either the KV of given tokens does not depend on them, or
+layout, packing, salt or resolved configuration contains them."""
 
 FROM_FILES = ("auto", "safetensors", "pt", "npcache", "mistral", "instanttensor", "sharded_state")
 """Values of `--load-format` with which vLLM reads the weights from the checkpoint's own files."""
 
 
 def model_fingerprint(vllm_config: Any, weights: str = "") -> str:
-    """32 hexadecimal digits. `weights`: a name for them, the same on all instances, instead of their content.
+    """The fingerprint: 32 hexadecimal digits. `weights`: a name for the weights, the same on all instances, instead of
+    their content.
 
     Raises `OSError` if a file of the checkpoint cannot be read, and `ConfigError` if these weights cannot be
     distinguished from others, or if files have changed since vLLM began to load them.
@@ -112,7 +114,7 @@ def _settings(vllm_config: Any) -> dict[str, Any]:
 def changed_settings(config: Any) -> dict[str, Any]:
     """The settings of one of vLLM's configuration objects that differ from their defaults and are not known to be
     harmless."""
-    harmless = HARMLESS[type(config).__name__].split()
+    harmless = NOT_COMPARED[type(config).__name__].split()
     fields = [field for field in dataclasses.fields(config) if field.name not in harmless]
     values = {field.name: plain(getattr(config, field.name)) for field in fields}
     return {field.name: values[field.name] for field in fields if values[field.name] != _default(field)}

@@ -1,8 +1,8 @@
 """The salt of a request's block hashes: a text of everything that its KV depends on besides the model and the tokens.
 
 It contains the client's `cache_salt`, the content of the LoRA adapter, and the content of images and the like. Names
-are not trusted for either: vLLM's name for an adapter does not change when its files are replaced, and the name of an
-image may come from the client (`uuid`, or the `ImageID` of its EXIF data) or from a counter. Owns the state of the
+are not trusted. vLLM's name of an adapter stays the same when its files are replaced. An image's name may come from the
+client (`uuid`, or the `ImageID` of its EXIF data) or from a counter. Owns the state of the
 adapters that this vLLM has loaded.
 """
 

@@ -1,10 +1,10 @@
 """The process that instances are forked from: it imports what every instance imports, once, and then only forks.
 
-python -m kvferry.fleet.backends.local.fork_main DESCRIPTOR      the descriptor of its end of the supervisor's socket
+python -m kvferry.fleet.backends.local.fork_main DESCRIPTOR      the descriptor of its end of the controller's socket
 
-It has one thread and runs no operation of torch, so that a child begins as a new process does: with a session, an
-environment, cores, standard streams and signals of its own, and no other descriptor. The supervisor's side, and what
-goes between them, is `fork_server`.
+It has one thread and runs no operation of torch. So a child begins as a new process does: with its own session,
+environment, cores, standard streams and signals, and no other descriptor. The controller's side and the messages are in
+`fork_server`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kvferry.fleet.processes.running import RUN_INSTANCE
 from kvferry.observe.logs import LogConfig, set_up_logging
 
 _PR_SET_PDEATHSIG = 1
-_ADOPTED_S = 0.001
-"""Seconds between two checks whether the supervisor has become the parent."""
+_ADOPTION_POLL_S = 0.001
+"""Seconds between two checks whether the controller has become the parent."""
 
 
 def main(descriptor: int) -> int:
-    """Fork until the supervisor closes its end. Returns in each child too, with the exit code of its command."""
+    """Fork until the controller closes its end. Returns in each child too, with the exit code of its command."""
     setproctitle.setproctitle("kvferry: instances are forked from this process")
     with without_collections():  # a collection in a child would copy what they share
         resolve(RUN_INSTANCE)  # and with it all that an instance imports
@@ -63,18 +63,18 @@ class _Child:
 
 
 class _Forks:
-    """The supervisor's socket, and the requests that come over it."""
+    """The controller's socket, and the requests that come over it."""
 
     def __init__(self, descriptor: int) -> None:
-        self._supervisor = Pipe(descriptor, ForkRequest)
+        self._controller = Pipe(descriptor, ForkRequest)
 
     def run(self) -> _Child | None:
-        """Returns in each child, which no longer has the socket; in this process, returns None when the supervisor is
+        """Returns in each child, which no longer has the socket; in this process, returns None when the controller is
         done."""
-        self._supervisor.send(Imported())
+        self._controller.send(Imported())
         while True:
             try:
-                request, descriptors = self._supervisor.receive_with_descriptors(NUM_DESCRIPTORS)
+                request, descriptors = self._controller.receive_with_descriptors(NUM_DESCRIPTORS)
             except PeerLost:
                 return None
             if (child := self._fork(request, *descriptors)) is not None:
@@ -83,45 +83,45 @@ class _Forks:
                 os.close(descriptor)
 
     def _fork(self, request: ForkRequest, log: int, ready: int) -> _Child | None:
-        """Fork twice: the process in between ends at once, so that the supervisor becomes the child's parent and the
+        """Fork twice: the process in between ends at once, so that the controller becomes the child's parent and the
         child can outlive this process."""
         try:
-            between = os.fork()
+            intermediate_pid = os.fork()
         except OSError as error:
-            self._supervisor.send(NotForked(error.errno or 0))
+            self._controller.send(NotForked(error.errno or 0))
             return None
-        if between:
-            os.waitpid(between, 0)
+        if intermediate_pid:
+            os.waitpid(intermediate_pid, 0)
             return None
-        between = os.getpid()
+        intermediate_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
-            self._supervisor.send(NotForked(error.errno or 0))
+            self._controller.send(NotForked(error.errno or 0))
             os._exit(1)
         if pid:
             try:
-                self._supervisor.send(Forked(pid))
-            except PeerLost:  # the supervisor has ended and cannot stop the child
+                self._controller.send(Forked(pid))
+            except PeerLost:  # the controller has ended and cannot stop the child
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
-        self._supervisor.close()
-        _detach(between, request, log)
+        self._controller.close()
+        _detach(intermediate_pid, request, log)
         return _Child(request, ready)
 
 
 # In a child.
 
 
-def _detach(between: int, request: ForkRequest, log: int) -> None:
-    """Take a session and standard streams of its own; it may end with the controller."""
+def _detach(intermediate_pid: int, request: ForkRequest, log: int) -> None:
+    """Take a session and standard streams of its own; if the request asks for it, end with the controller."""
     os.setsid()
     os.dup2(log, 1)  # before the next line: the controller knows the process by where it writes
     os.dup2(log, 2)
-    os.close(log)  # standard input is the server's, which has nothing on it
+    os.close(log)  # standard input is inherited from the process that forks, and is empty
     write_process(request.process)
-    while os.getppid() == between:
-        time.sleep(_ADOPTED_S)
+    while os.getppid() == intermediate_pid:
+        time.sleep(_ADOPTION_POLL_S)
     if request.is_tied:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != request.parent:
@@ -136,7 +136,7 @@ def _run(child: _Child) -> int:
         os.sched_setaffinity(0, request.cores)
     os.environ.clear()
     os.environ.update(request.environment)
-    # By name, as this package does without torch; which has read the variable before.
+    # By name, since this package does not import torch. Torch read the variable when it was imported.
     resolve("torch:set_num_threads")(int(request.environment["OMP_NUM_THREADS"]))
     sys.argv = request.title.split()
     set_up_logging(LogConfig())
