@@ -80,29 +80,58 @@ template <class T> void rotate(const RotateCall& call) {
 
 typedef float Eight __attribute__((vector_size(32), aligned(4)));
 typedef int32_t EightBits __attribute__((vector_size(32)));
+typedef int64_t FourBits __attribute__((vector_size(32)));
 
 // Whether each of eight tokens is permitted by its bit, the lowest first: all bits of a lane or none.
 EightBits lanes_of(uint8_t permitted) {
     return (int32_t(permitted) & EightBits{1, 2, 4, 8, 16, 32, 64, 128}) != 0;
 }
 
+bool any_of(EightBits lanes) {
+    const FourBits words = reinterpret_cast<FourBits>(lanes);
+    return words[0] | words[1] | words[2] | words[3];
+}
+
+// Calls `visit(index of the first token, bits)` for each eight tokens until it returns true, but not for sixty-four of
+// which none is permitted. `size` is a multiple of eight.
+template <class Visit>
+void for_permitted(const uint8_t* permitted, int64_t size, Visit visit) {
+    const int64_t bytes = size / 8;
+    for (int64_t begin = 0; begin < bytes; begin += 8) {
+        const int64_t end = std::min<int64_t>(begin + 8, bytes);
+        uint64_t word = 0;
+        std::memcpy(&word, permitted + begin, end - begin);
+        if (!word) continue;
+        for (int64_t byte = begin; byte < end; ++byte)
+            if (visit(byte * 8, permitted[byte])) return;
+    }
+}
+
 // The first of the largest logits[size] among permitted tokens; -1: there is none above minus infinity.
 int64_t largest_permitted(const float* logits, const uint8_t* permitted, int64_t size) {
     const float none = -std::numeric_limits<float>::infinity();
-    Eight largest_by_lane = Eight{} + none;
-    for (int64_t i = 0; i + 8 <= size; i += 8)
-        if (permitted[i / 8]) {
-            const Eight group = *reinterpret_cast<const Eight*>(logits + i);
-            largest_by_lane = (lanes_of(permitted[i / 8]) & (group > largest_by_lane)) ? group : largest_by_lane;
-        }
+    const int64_t whole = size / 8 * 8;
+    Eight largest_by_lane[2] = {Eight{} + none, Eight{} + none};  // two, as each waits for the one before
+    for_permitted(permitted, whole, [&](int64_t i, uint8_t bits) {
+        Eight& so_far = largest_by_lane[i / 8 % 2];
+        const Eight group = *reinterpret_cast<const Eight*>(logits + i);
+        so_far = (lanes_of(bits) & (group > so_far)) ? group : so_far;
+        return false;
+    });
     float largest = none;
-    for (int lane = 0; lane < 8; ++lane) largest = std::max(largest, largest_by_lane[lane]);
-    for (int64_t i = size / 8 * 8; i < size; ++i)
+    for (const Eight& lanes : largest_by_lane)
+        for (int lane = 0; lane < 8; ++lane) largest = std::max(largest, lanes[lane]);
+    for (int64_t i = whole; i < size; ++i)
         if (permitted[i / 8] >> i % 8 & 1) largest = std::max(largest, logits[i]);
     if (largest == none) return -1;
-    for (int64_t i = 0; i < size; ++i)
-        if (logits[i] == largest && permitted[i / 8] >> i % 8 & 1) return i;
-    return -1;
+    int64_t first = whole;
+    for_permitted(permitted, whole, [&](int64_t i, uint8_t bits) {
+        const bool is_here = any_of(lanes_of(bits) & (*reinterpret_cast<const Eight*>(logits + i) == largest));
+        if (is_here) first = i;
+        return is_here;
+    });
+    while (logits[first] != largest || !(permitted[first / 8] >> first % 8 & 1)) ++first;
+    return first;
 }
 
 void write(const WriteCall& call) {
