@@ -16,8 +16,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvferry.models.random_model import DEFAULT_TOKENIZER
-from kvferry.models.random_weights import randomize
+from kvferry.models.random_model import DEFAULT_TOKENIZER, randomize
 
 LARGEST = 40_000_000
 """Parameters of the largest model that is tried."""

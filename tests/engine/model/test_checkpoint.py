@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME
-from kvferry.engine.model.loader import LoadedModel, load_model
-from kvferry.engine.model.own_memory import MappedFiles
+from kvferry.engine.model.loader import LoadedModel, MappedFiles, load_model
 from kvferry.models.random_model import make_random_model
 
 WEIGHTS = "model.safetensors"

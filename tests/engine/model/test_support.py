@@ -9,8 +9,8 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvferry.core.errors import ConfigError, UnsupportedModel
+from kvferry.engine.model.checkpoint import require_divisible, require_supported
 from kvferry.engine.model.rank_placement import RankPlacement
-from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.models.random_model import make_config
 
 

@@ -1,26 +1,32 @@
-"""The attention function that transformers' models call: attention over the paged KV cache.
+"""The attention function that transformers' models call: attention over the paged KV cache; and the run that finds each
+layer's KV layout and window.
 
 transformers' own modelling code computes Q, K and V of all new tokens of a step, concatenated in one row, and calls the
 function that is registered here. It writes K and V into the paged cache and attends to the pages, so the model needs
 neither a cache object nor a mask.
+
+Each layer's window is read from the mask that the model itself builds, because some families have a window in the mask
+only. transformers builds every mask from a function of (query position, key position). While a model is probed, these
+functions are recorded instead of being expanded to tensors, so that they can be evaluated at positions far beyond the
+probe's own tokens: two tokens are enough to find a window of thousands.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvferry.core.blocks.layout import LayerLayout
 from kvferry.core.errors import UnsupportedModel
-from kvferry.engine.model.heads import locate_heads
-from kvferry.engine.model.masks import MaskFunction, MaskRecorder, window_of
 from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.ops.attention import paged_attention, write_kv
 from kvferry.engine.ops.batch import AttentionBatch
@@ -42,6 +48,15 @@ _HARMLESS = frozenset(
     | {"position_embeddings"}
 )
 
+_TOLERANCE = 1e-2
+"""Relative to the largest value: keys of two ranks that differ by less are the same heads, computed twice."""
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(batch, head, query position, key position) → True if the key is visible; broadcasts."""
+
+_MAX_POSITIONS = 1 << 22
+"""Max position up to which masks are evaluated."""
+
 
 class LayerHooks(Protocol):
     """Hooks before and after each layer's attention: a connector's worker side."""
@@ -51,6 +66,28 @@ class LayerHooks(Protocol):
 
     def save_layer(self, layer: int) -> None:
         """Called when this step's K and V of `layer` are written. Must not block."""
+
+
+@dataclass
+class MaskRecorder:
+    """The masks of one forward pass: the placeholders that the model passes on, and their functions."""
+
+    recorded: list[tuple[Tensor, MaskFunction]] = field(default_factory=list)
+
+    def build(self, *, q_length: int, kv_length: int, mask_function: MaskFunction, **others: Any) -> Tensor:
+        """transformers' mask interface. Returns a placeholder, bool [1, 1, q_length, kv_length]."""
+        placeholder = torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=others.get("device"))
+        self.recorded.append((placeholder, mask_function))
+        return placeholder
+
+    def function_of(self, mask: Tensor) -> MaskFunction | None:
+        """The function of a placeholder, or of a slice that is all of one; None if the model built
+        `mask` itself."""
+        return next((function for placeholder, function in self.recorded if _is_same_mask(mask, placeholder)), None)
+
+
+def _is_same_mask(mask: Tensor, placeholder: Tensor) -> bool:
+    return mask.data_ptr() == placeholder.data_ptr() and mask.shape == placeholder.shape
 
 
 @dataclass(frozen=True)
@@ -216,7 +253,7 @@ def probe_layers(model: Any, device: torch.device, placement: RankPlacement) -> 
     order = range(len(context.layers))
     layouts = [context.layers[layer] for layer in order]
     windows = _windows([context.functions[layer] for layer in order], _num_positions(model), device, model)
-    return ProbedLayers(locate_heads(layouts, [context.keys[layer] for layer in order], placement), windows)
+    return ProbedLayers(_locate_heads(layouts, [context.keys[layer] for layer in order], placement), windows)
 
 
 @contextmanager
@@ -243,3 +280,61 @@ def _windows(
 
 def _num_positions(model: Any) -> int:
     return int(model.config.get_text_config().max_position_embeddings)
+
+
+def _locate_heads(
+    layers: Sequence[LayerLayout], keys: Sequence[Tensor], placement: RankPlacement
+) -> tuple[LayerLayout, ...]:
+    """The layers with `first_kv_head` and `total_kv_heads` filled in. Some families keep all heads on every rank, so
+    the ranks compare their keys. `keys`: each layer's keys [1, kv_heads, T, dim] of the same tokens on all ranks. All
+    ranks call it together."""
+    if placement.size == 1:
+        return tuple(layers)
+    own_keys = torch.cat([key.float().flatten() for key in keys])
+    gathered = [torch.empty_like(own_keys) for _ in range(placement.size)]
+    dist.all_gather(gathered, own_keys)
+    by_layer = zip(*(keys_of_rank.split([key.numel() for key in keys]) for keys_of_rank in gathered), strict=True)
+    return tuple(
+        layer if _are_same_heads(keys_by_rank) else _split_heads(layer, placement)
+        for layer, keys_by_rank in zip(layers, by_layer, strict=True)
+    )
+
+
+def _are_same_heads(keys: Sequence[Tensor]) -> bool:
+    first = keys[0]
+    return all(bool((other - first).abs().max() <= _TOLERANCE * first.abs().max()) for other in keys[1:])
+
+
+def _split_heads(layer: LayerLayout, placement: RankPlacement) -> LayerLayout:
+    count = layer.num_kv_heads
+    return msgspec.structs.replace(layer, first_kv_head=placement.rank * count, total_kv_heads=placement.size * count)
+
+
+def window_of(function: MaskFunction, num_positions: int, device: torch.device, model_name: str) -> int | None:
+    """The sliding window of a causal mask, the token itself included; None: full attention. `model_name` names the
+    model in errors.
+
+    Raises `UnsupportedModel` if the mask is neither of the two somewhere up to `num_positions`.
+    """
+    last = min(num_positions, _MAX_POSITIONS) - 1
+    keys = torch.arange(last + 1, device=device)
+    window = int(_mask_row(function, last, keys, model_name).sum())
+    borders = {0, 1, 2, 3, window - 1, window, window + 1, 2 * window, last // 2, last - 1, last}
+    for position in sorted(position for position in borders if 0 <= position <= last):
+        expected = (keys <= position) & (keys > position - window)
+        if not torch.equal(_mask_row(function, position, keys, model_name), expected):
+            raise UnsupportedModel(
+                f"{model_name} has an attention mask that is neither causal nor a sliding window (position {position})"
+            )
+    return None if window == last + 1 else window
+
+
+def _mask_row(function: MaskFunction, position: int, keys: Tensor, model_name: str) -> Tensor:
+    """bool [len(keys)]: true for keys that the query at `position` sees."""
+    zero = torch.zeros(1, dtype=torch.long, device=keys.device)
+    try:
+        return torch.as_tensor(function(zero, zero, zero + position, keys), device=keys.device).expand(len(keys))
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModel(
+            f"{model_name} has an attention mask that depends on more than positions ({error})"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
@@ -21,16 +22,13 @@ from kvferry.core.sampling import SAMPLING_DEFAULTS
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
 from kvferry.engine.model.batch_invariance import arithmetic_of
-from kvferry.engine.model.checkpoint import require_complete
+from kvferry.engine.model.checkpoint import require_complete, require_divisible, require_sound, require_supported
 from kvferry.engine.model.outline import require_cache_fits
-from kvferry.engine.model.own_memory import own_memory
 from kvferry.engine.model.patch import make_patch
 from kvferry.engine.model.patching import apply_patches
 from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model.rope import install_rope, trained_context
 from kvferry.engine.model.self_check import SelfCheck
-from kvferry.engine.model.stored import require_sound
-from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.engine.patch_names import DEFAULT_PATCHES
 from kvferry.models.catalog import resolve
 from kvferry.models.checkpoint import CheckpointFiles, checkpoint_name, local_checkpoint, resolved_config
@@ -39,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """Called with a description of the work and the finished share, 0 to 1."""
+
+_MAPS = Path("/proc/self/maps")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def load_model(
             if not isinstance(settings.source, Path) and (folder := local_checkpoint(settings.source)) is not None:
                 require_sound(folder, quantized=settings.quantized)
     module = module.to(device).eval().requires_grad_(False)
-    own_memory(module)
+    _own_memory(module)
     on_progress("checking the model", 1.0)
     border = trained_context(settings.values)
     with _running(module):
@@ -302,3 +302,51 @@ def _default_sampling(module: Any) -> dict[str, float | int]:
     """The sampling parameters that the checkpoint recommends."""
     values = module.generation_config.to_diff_dict() if module.generation_config is not None else {}
     return {name: values[name] for name in SAMPLING_DEFAULTS if values.get(name) is not None}
+
+
+class MappedFiles:
+    """The ranges of this process's memory that are mapped from files. Where the system does not list them (only Linux
+    does), all memory counts as mapped."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self.paths: set[str] = set()
+        self._is_listed = _MAPS.is_file()
+        for line in _MAPS.read_text().splitlines() if self._is_listed else ():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith("/"):  # others are "[heap]" and the like
+                start, _, end = fields[0].partition("-")
+                self._starts.append(int(start, 16))
+                self._ends.append(int(end, 16))
+                self.paths.add(fields[5])
+
+    def __contains__(self, address: int) -> bool:
+        index = bisect.bisect_right(self._starts, address) - 1
+        return not self._is_listed or (index >= 0 and address < self._ends[index])
+
+
+def _own_memory(module: nn.Module) -> None:
+    """Copy all parameters and buffers in host memory that are mapped from files into memory of this process. Shared
+    tensors stay shared.
+
+    safetensors and PyTorch map a checkpoint's files into memory. A mapped weight follows its file: overwriting the file
+    in place changes the answers, and truncating it ends the process (SIGBUS).
+    """
+    mapped = MappedFiles()
+    copies: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], Tensor] = {}
+    for tensor in _own_tensors(module):
+        if tensor.device.type == "cpu" and tensor.numel() and tensor.data_ptr() in mapped:
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            if key not in copies:
+                copies[key] = tensor.detach().clone()
+            tensor.data = copies[key]
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Every parameter and buffer with memory of its own; for sharded ones, this rank's shard."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        with torch.no_grad():
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if type(local) in (Tensor, nn.Parameter):
+            yield local

@@ -3,7 +3,9 @@
 One forward pass of the unmodified model is recorded: inputs and outputs of each module that may be replaced, and the
 arguments of the attention function. A replacement must reproduce its record, or the module stays unchanged; so the
 peculiarities of a model family (a multiplier, another pairing in the rotation) are detected without knowing the family.
-All remaining `nn.Linear` are packed. Does nothing on other devices, or without the kernels.
+All remaining `nn.Linear` are packed, and so are weights that modelling code multiplies with `F.linear` directly, mostly
+in MoE routers: these products also give a row the same bits in any batch. Does nothing on other devices, or without the
+kernels.
 
 On tensor-parallel ranks, modules that contain collective operations (attention, feed-forward, the whole layer) are not
 replaced; their parts are. Ranks may therefore replace different modules without waiting for each other.
@@ -20,13 +22,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
-from kvferry.engine.ops.bare_weight import pack_bare_weights
 from kvferry.engine.ops.decoder_layer import FusedDecoderLayer, Workspace
 from kvferry.engine.ops.experts import FusedExperts, holds_experts
 from kvferry.engine.ops.gated_mlp import FusedGatedMLP
-from kvferry.engine.ops.linear import PACKABLE, PackedLinear, can_pack, vector_length
+from kvferry.engine.ops.linear import PACKABLE, PackedLinear, can_pack, factors_of, is_plain_weight, vector_length
 from kvferry.engine.ops.native import library
 from kvferry.engine.ops.norm import FusedRMSNorm
 from kvferry.engine.ops.self_attention import FusedSelfAttention
@@ -42,6 +45,8 @@ SHORT_VECTOR = 4
 """Length of a vector of SSE, with which widening bfloat16 shows."""
 FINAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.8}
 """The same for the logits of the whole model: rounding in bfloat16 may send a token to another expert."""
+
+_CASTS = (Tensor.float, Tensor.type, Tensor.to)
 
 
 class FusedForward(Protocol):
@@ -99,7 +104,7 @@ def optimize(model: nn.Module) -> Counter[str]:
             done[type(module).__name__] += replace(module, recorded, workspace)
         done["Linear"] += pack_linears(model)
         with recorded_attention(model):
-            done["bare weight"] += pack_bare_weights(model, run)
+            done["bare weight"] += pack_bare_weights(model)
         after, _ = record(model)
         if not _same(after, logits, FINAL_TOLERANCE[logits.dtype]):
             raise RuntimeError("the model's logits changed when it was optimized; set KVFERRY_NATIVE=0 to go without")
@@ -304,5 +309,42 @@ def pack_linears(model: nn.Module) -> int:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and can_pack(child):
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
+                count += 1
+    return count
+
+
+class _Multiplied(TorchFunctionMode):
+    """Records, while active, the parameters that are used as weights of `F.linear`, directly or after a cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiplied: set[int] = set()
+        self._sources: dict[int, Tensor] = {}
+        self._kept: list[Tensor] = []
+        """Results of casts, kept alive so that their ids are not reused."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in _CASTS and isinstance(args[0], nn.Parameter):
+            self._sources[id(result)] = args[0]
+            self._kept.append(result)
+        if function is functional.linear:
+            weight = factors_of(*args, **(kwargs or {}))[1]
+            self.multiplied.add(id(self._sources.get(id(weight), weight)))
+        return result
+
+
+def pack_bare_weights(model: nn.Module) -> int:
+    """Replace the parameters that a forward pass multiplies by `F.linear` outside of `nn.Linear`. Returns their
+    number."""
+    with _Multiplied() as products:
+        run(model)
+    count = 0
+    for module in model.modules():
+        for name, value in list(module._parameters.items()):
+            is_own = type(module) not in (nn.Linear, nn.Embedding) and id(value) in products.multiplied
+            if value is not None and is_own and is_plain_weight(value):
+                delattr(module, name)
+                setattr(module, name, PackedLinear(value).weight)
                 count += 1
     return count

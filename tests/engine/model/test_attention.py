@@ -17,9 +17,8 @@ from transformers.masking_utils import (
 
 from kvferry.core.errors import UnsupportedModel
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
+from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention, window_of
 from kvferry.engine.model.loader import load_model
-from kvferry.engine.model.masks import window_of
 from kvferry.engine.model.rank_placement import RankPlacement
 from support.families import Case, make_model
 
