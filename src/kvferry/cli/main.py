@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
+from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter, UnusedCliTokensError
 from cyclopts.config import Env
 
 from kvferry import __version__
@@ -31,7 +32,7 @@ from kvferry.cli.serving.rank import rank
 from kvferry.cli.serving.router import router
 from kvferry.cli.serving.serve import serve
 from kvferry.cli.variables import refuse_unread
-from kvferry.cli.whole_numbers import require_whole_numbers
+from kvferry.core.errors import ConfigError
 from kvferry.core.runtime.process_exit import EXIT_USER_ERROR, exit_code_of, exit_process, report_error
 from kvferry.core.runtime.streams import EXIT_UNREAD, OutputError, prepare_streams
 from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
@@ -128,9 +129,32 @@ def launch(
     if not {*app.help_flags, *app.version_flags}.intersection(rest):
         refuse_unread(command, app, has_file=config is not None)
     sources = (ENVIRONMENT,) if config is None else (ENVIRONMENT, ConfigFile(config, COMMANDS))
-    app.config = (*sources, require_whole_numbers)
+    app.config = (*sources, _require_whole_numbers)
     code: int | None = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     return code
+
+
+def _require_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse fractions where a flag is a whole number: cyclopts would round them, and `--prefill 1.5` would start two.
+
+    The last of cyclopts' sources of flags: it checks the values from the command line, the environment and a file.
+    Raises `ConfigError` that names the flag or the variable.
+    """
+    for argument in arguments:
+        kinds = set(_kinds(argument.hint))
+        if int not in kinds or float in kinds:
+            continue
+        for token in argument.tokens:
+            with suppress(ValueError):  # no number at all: cyclopts says so
+                if "." in token.value and not float(token.value).is_integer():
+                    where = token.keyword or argument.name
+                    raise ConfigError(f"{where} must be a whole number, got {token.value[:40]}")
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The types in an annotation."""
+    parts = get_args(hint)
+    return [kind for part in parts for kind in _kinds(part)] if parts else [hint]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.router_address import reachable_url
-from kvferry.cli.terminal.display import QuietDisplay
-from kvferry.cli.terminal.log_file import LogFile, open_log
+from kvferry.cli.terminal.display import LogFile, QuietDisplay, open_log
 from kvferry.cli.terminal.summary import ServeSummary, ready_lines
 from support.terminal import on_terminal
 from support.waiting import until

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.terminal.log_file import MAX_FILES, LogFile, open_log
+from kvferry.cli.terminal.display import MAX_LOG_FILES, LogFile, open_log
 from kvferry.core.folders.state_folder import state_folder
 
 
@@ -47,7 +47,7 @@ def test_a_log_is_named_after_command_and_port() -> None:
 def test_the_oldest_files_go() -> None:
     folder = state_folder() / "logs"
     folder.mkdir(parents=True)
-    for number in range(MAX_FILES + 5):
+    for number in range(MAX_LOG_FILES + 5):
         path = folder / f"router-{number}.log"
         path.touch()
         os.utime(path, (number, number))
@@ -55,7 +55,7 @@ def test_the_oldest_files_go() -> None:
     assert log is not None
     log.close()
     names = {path.name for path in folder.iterdir()}
-    assert len(names) == MAX_FILES
+    assert len(names) == MAX_LOG_FILES
     assert "serve-8000.log" in names
     assert "router-0.log" not in names
 

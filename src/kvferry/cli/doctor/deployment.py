@@ -1,21 +1,26 @@
-"""A running deployment: its instances, their clocks and checks, and what its hand-offs carry."""
+"""A running deployment: its instances, their clocks and checks, and what its hand-offs carry, beside what the media
+between two processes of this machine carry."""
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
+import socket
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from kvferry.cli.client.stream import COMPLETIONS_PATH, OpenAIClient
 from kvferry.cli.doctor.finding import Finding, good, problem, unknown
-from kvferry.cli.doctor.medium import loopback_rate, shared_memory_rate
 from kvferry.cli.text import milliseconds, printable
 from kvferry.cli.watch.servers import InstanceView, Servers
-from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError
 from kvferry.core.messages.timeline import Timeline
+from kvferry.core.runtime.threads import Thread
 
 MAX_SKEW_S = 0.5
 NUM_REQUESTS = 3
@@ -25,6 +30,10 @@ _MIN_BYTES = 4 * 2**20
 _TAKEN = re.compile(rb"^kvferry:connector_(taken_bytes|taken_seconds|taken)_total\{([^}\n]*)\} ([0-9.e+-]+)$", re.M)
 _KIND = re.compile(rb'kind="([^"]*)"')
 _LOCAL = ("127.0.0.1", "localhost", "::1")
+
+_MEASURED_BYTES = 64 * 2**20
+_CHUNK = 2**20
+"""Bytes that are copied or sent to measure a medium, and in one call."""
 
 
 @dataclass(frozen=True)
@@ -200,3 +209,48 @@ def _backward(timeline: Timeline) -> list[str]:
 
 def _rate(value: float) -> str:
     return f"{value / 1e9:.1f} GB/s" if value >= 1e9 else f"{value / 1e6:.0f} MB/s"
+
+
+def shared_memory_rate(num_bytes: int = _MEASURED_BYTES, clock: Clock = SYSTEM_CLOCK) -> float:
+    """Bytes a second that one core copies out of shared memory, as D does. Raises `OSError`."""
+    descriptor = os.memfd_create("kvferry-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        with mmap.mmap(descriptor, num_bytes) as shared:
+            shared[:] = bytes(num_bytes)
+            target, best_s = bytearray(num_bytes), float("inf")
+            for _ in range(3):
+                begun = clock.monotonic()
+                with memoryview(shared) as view:
+                    target[:] = view
+                best_s = min(best_s, clock.monotonic() - begun)
+    finally:
+        os.close(descriptor)
+    return num_bytes / max(best_s, 1e-9)
+
+
+def loopback_rate(num_bytes: int = _MEASURED_BYTES, clock: Clock = SYSTEM_CLOCK) -> float:
+    """Bytes a second of one TCP connection within this machine. Raises `OSError`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = Thread(_send_bytes, server.getsockname(), num_bytes, name="sends")
+        server.settimeout(10.0)
+        sender.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(10.0)
+            buffer, received, begun = bytearray(_CHUNK), 0, clock.monotonic()
+            while received < num_bytes:
+                count = connection.recv_into(buffer)
+                if not count:
+                    raise ConnectionResetError("the connection ended early")
+                received += count
+            seconds = clock.monotonic() - begun
+        sender.join(10.0)
+    return num_bytes / max(seconds, 1e-9)
+
+
+def _send_bytes(address: tuple[str, int], num_bytes: int) -> None:
+    chunk = bytes(_CHUNK)
+    with suppress(OSError), socket.create_connection(address, timeout=10.0) as connection:
+        for _ in range(num_bytes // _CHUNK):
+            connection.sendall(chunk)

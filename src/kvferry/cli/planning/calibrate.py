@@ -1,9 +1,11 @@
-"""`kvferry calibrate`: how long a model's steps take on this machine, for the simulator."""
+"""`kvferry calibrate`: how long a model's steps take on this machine, and its stores for the model's blocks, for the
+simulator."""
 
 from __future__ import annotations
 
+import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -20,8 +22,10 @@ from kvferry.cli.demo.requests import Endpoint
 from kvferry.cli.flags import complete
 from kvferry.cli.planning.calibration import Calibration, InstanceLimits, PromptGenerator, facts_of
 from kvferry.cli.planning.simulate import SEED, progress
-from kvferry.cli.planning.store_times import measure_stores
 from kvferry.cli.serving.alongside import ENDPOINT, run_alongside
+from kvferry.connectors.kv_store.loader import BATCH_BLOCKS
+from kvferry.core import entropy
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError, Unavailable
 from kvferry.core.keys import http_secret
@@ -36,7 +40,10 @@ from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.signed_client import SignedClient
 from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig
-from kvferry.sim.times import MachineTimes, MediumTimes, write_times
+from kvferry.sim.times import KVSize, MachineTimes, MediumTimes, StoreTimes, write_times
+from kvferry.store.base import Block, KVStore, Read
+from kvferry.store.media.file import FileOptions
+from kvferry.store.table import find_store
 
 HANDED_OVER = 64
 """During a calibration, prompts of at least this many tokens are handed off; shorter ones show a router's cost."""
@@ -44,6 +51,9 @@ ROUNDS = Bounds(1, 1000)
 UNKNOWN_START_S = 5.0
 """Assumed for an instance that was already running, whose start could not be measured."""
 _NAME = "calibrated"
+
+_MAX_STORE_BYTES = 256 * 2**20
+_STORE_ROUNDS = 5
 
 
 def calibrate(
@@ -87,7 +97,7 @@ def calibrate(
             times = run_async(_running(model.rstrip("/"), complete(EngineConfig, engine, model=model), seed, rounds))
         else:
             times = _started(complete(EngineConfig, engine, model=model), logs, seed, rounds)
-            times = msgspec.structs.replace(times, store=run_async(measure_stores(times.kv, folder)))
+            times = msgspec.structs.replace(times, store=run_async(_measure_stores(times.kv, folder)))
     except ConfigError:
         raise
     except KvferryError as error:
@@ -191,3 +201,62 @@ async def _measured(
     settings = {name: str(value) for name, value in changed(engine, without=("model",)).items()}
     day = datetime.fromtimestamp(SYSTEM_CLOCK.wall(), UTC).strftime("%Y-%m-%d")
     return calibration.times(facts.model_names[0] if router is None else engine.model, day, start_s, settings)
+
+
+async def _measure_stores(kv: KVSize, folder: Path) -> StoreTimes:
+    """Put blocks into files of a new folder in `folder` and into shared memory, and get them again. What is read is
+    what the system's page cache has, if there is memory for it. Raises `ConfigError`, `StoreError`."""
+    name = entropy.token_hex(8)
+    with tempfile.TemporaryDirectory(prefix="kvferry-calibrate-", dir=folder) as files:
+        file = await _measure_medium(lambda num_blocks: f"file:{files}", kv, threads=FileOptions().threads)
+    memory = await _measure_medium(lambda num_blocks: f"memory:?num_blocks={num_blocks}&name={name}", kv, threads=1)
+    return StoreTimes(file=file, memory=memory)
+
+
+async def _measure_medium(url: Callable[[int], str], kv: KVSize, *, threads: int) -> MediumTimes:
+    """`threads`: how many read a batch at the same time."""
+    half = max(1, kv.token_bytes // kv.num_layers // 4)
+    batch = max(1, min(BATCH_BLOCKS, _MAX_STORE_BYTES // 2 // (kv.token_bytes * kv.block_size)))
+    tiny = await _with_store(
+        url(2 * BATCH_BLOCKS), kv, 1, lambda store: _round_trip(store, _STORE_ROUNDS, BATCH_BLOCKS)
+    )
+    whole = await _with_store(url(2 * batch), kv, half, lambda store: _round_trip(store, _STORE_ROUNDS, batch))
+    latency_s = statistics.mean(tiny) / BATCH_BLOCKS
+    num_bytes = batch * kv.token_bytes * kv.block_size
+    written_s, read_s = whole
+    return MediumTimes(
+        latency_s=latency_s,
+        write_bandwidth=num_bytes / max(written_s - batch * latency_s, written_s / 4),
+        read_bandwidth=num_bytes / max(read_s - -(-batch // threads) * latency_s, read_s / 4),
+    )
+
+
+async def _with_store(
+    url: str, kv: KVSize, half: int, use: Callable[[KVStore], Awaitable[tuple[float, float]]]
+) -> tuple[float, float]:
+    layers = (LayerLayout(1, half, half),) * kv.num_layers
+    layout = KVLayout(model_fingerprint="calibrated", dtype="bfloat16", block_size=kv.block_size, layers=layers)
+    store = find_store(url).make(layout)
+    await store.open()
+    try:
+        return await use(store)
+    finally:
+        await store.close()
+
+
+async def _round_trip(store: KVStore, rounds: int, batch: int) -> tuple[float, float]:
+    """Seconds to put a batch of new blocks, and to get them: medians, without the first round."""
+    layout = store.layout
+    views = [memoryview(bytearray(layout.span_bytes(layer))) for layer in range(layout.num_layers)]
+    samples: list[tuple[float, float]] = []
+    for _ in range(rounds + 1):
+        names = [entropy.token_bytes(32) for _ in range(batch)]
+        begun = SYSTEM_CLOCK.monotonic()
+        await store.put([Block(name, views) for name in names])
+        put = SYSTEM_CLOCK.monotonic()
+        await store.get([Read(name, views) for name in names])
+        samples.append((put - begun, SYSTEM_CLOCK.monotonic() - put))
+        await store.delete(names)
+    return statistics.median(sample for sample, _ in samples[1:]), statistics.median(
+        sample for _, sample in samples[1:]
+    )

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.cli.cache.plot import check_plot
-from kvferry.cli.planning.plan_plot import plot_grid
 from kvferry.cli.planning.simulate import (
     SEED,
     FromFlag,
@@ -141,7 +140,7 @@ def plan(
         _write(write, spec)
         sys.stdout.write("" if json else f"\nwritten to {write}\n")
     if plot_file is not None:
-        plot_grid(result, plot_file)
+        _plot_grid(result, plot_file)
     return 0 if result.holds else 1
 
 
@@ -294,6 +293,32 @@ def _grid(result: SearchResult) -> Table:
     for ttft, row in rows:
         table.add_row(f"x {ttft:g}", *(f"{plain:.0%} / {split:.0%}" for _, plain, split in row))
     return table
+
+
+def _plot_grid(result: SearchResult, path: Path) -> None:
+    """Plot the share of requests within multiples of the targets, a panel for the plain and for the split deployment,
+    by matplotlib. Raises `ConfigError`."""
+    from matplotlib.figure import Figure
+
+    sides = [
+        (deployment, index) for index, deployment in enumerate((result.plain, result.split)) if deployment is not None
+    ]
+    figure = Figure(figsize=(4.6 * len(sides), 4.0), layout="constrained")
+    rows = list(result.grid())
+    for axes, (side, index) in zip(figure.subplots(1, len(sides), squeeze=False)[0], sides, strict=True):
+        shares = [[cell[1 + index] or 0.0 for cell in row] for _, row in rows]
+        axes.imshow(shares, vmin=0.0, vmax=1.0, cmap="RdYlGn", origin="lower")
+        for y, row in enumerate(shares):
+            for x, share in enumerate(row):
+                axes.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=8)
+        axes.set_xticks(range(len(rows[0][1])), [f"x {cell[0]:g}" for cell in rows[0][1]])
+        axes.set_yticks(range(len(rows)), [f"x {ttft:g}" for ttft, _ in rows])
+        axes.set(title=str(side.candidate), xlabel="target between tokens", ylabel="target until the first token")
+    figure.suptitle(f"share of requests within multiples of {result.targets}")
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: {error.strerror or error}") from error
 
 
 def _in_words(kv: KVPlan) -> str:

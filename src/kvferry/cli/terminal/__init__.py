@@ -1,1 +1,1 @@
-"""The terminal of a command that serves: `display` shows the start, `live_line` the load, `log_file` has the log."""
+"""The terminal of a command that serves: `display` shows the start and writes the log, `live_line` shows the load."""

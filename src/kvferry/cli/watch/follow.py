@@ -1,18 +1,23 @@
-"""Find a router of this user's and follow the stream of its page."""
+"""Find a router of this user's and follow the stream of its page. A server that has no page, which is an instance of
+kvferry's, vLLM's or SGLang's, has its events made from its metrics."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
+from typing import Any
+
+import msgspec
 
 from kvferry.cli.router_address import RouterAddress, reachable_url
 from kvferry.cli.running import running_commands
-from kvferry.cli.watch.scrape import scraped_events
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError, KvferryError, ProtocolError, TransferError
 from kvferry.core.keys import http_secret
-from kvferry.dashboard.figures import MAX_METRICS_BYTES, read_figures
+from kvferry.dashboard.figures import MAX_METRICS_BYTES, Figures, gauges, increase, quantile, read_figures
 from kvferry.dashboard.routes import FEED_PATH
+from kvferry.dashboard.series import make_point
 from kvferry.fleet.places import fleet_names, ledger_of
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
@@ -23,6 +28,9 @@ PORTS = range(8000, 8016)
 """Ports of this machine on which a router is looked for."""
 _MAX_EVENT = 16 * 2**20
 _CONNECT_S, _PROBE_S = 10.0, 1.0
+
+TICK_S = 2.0
+"""Seconds between two looks at a server's metrics."""
 
 
 async def events(address: RouterAddress) -> AsyncGenerator[bytes]:
@@ -78,6 +86,53 @@ async def _metrics(client: SignedClient, origin: Origin) -> bytes:
     if status != 200:
         raise ConfigError(f"{origin} serves neither a page nor /metrics: --no-page, or it has an admin port for them")
     return text
+
+
+async def scraped_events(
+    url: str, metrics: Callable[[], Awaitable[bytes]], clock: Clock = SYSTEM_CLOCK, tick_s: float = TICK_S
+) -> AsyncGenerator[bytes]:
+    """A snapshot, and a delta every `tick_s`. `metrics`: the server's text of metrics. Raises `ConfigError` if it has
+    no metric of a known engine."""
+    text = await metrics()
+    figures, at = read_figures(text), clock.monotonic()
+    if not figures.values:
+        raise ConfigError(f"{url} has neither a page nor metrics of kvferry's, vLLM's or SGLang's")
+    engine, name = engine_of(text), url.partition("://")[2]
+    head = {"type": "snapshot", "kind": "instance", "models": [], "points": []}
+    yield _encode({**head, "now": clock.wall(), "instances": {name: _view(name, engine, figures)}})
+    while True:
+        await asyncio.sleep(tick_s)
+        before, figures = figures, read_figures(await metrics())
+        seconds, at = clock.monotonic() - at, clock.monotonic()
+        grown = increase(before, figures)
+        point = msgspec.to_builtins(make_point(clock.wall(), seconds, (), grown, seconds))
+        for label, share in (("ttft_p50", 0.5), ("ttft_p99", 0.99)):
+            first_s = quantile(grown.ttft, share)
+            point[label] = None if first_s is None else 1000 * first_s
+        point["requests"] = sum(grown.ttft.values()) and max(grown.ttft.values()) / seconds
+        yield _encode(
+            {
+                "type": "delta",
+                "now": clock.wall(),
+                "instances": {name: _view(name, engine, figures)},
+                "point": point,
+            }
+        )
+
+
+def engine_of(metrics: bytes) -> str:
+    """The engine whose metrics these are."""
+    if b"kvferry:" in metrics:
+        return "kvferry"
+    return "sglang" if b"sglang:" in metrics else "vllm"
+
+
+def _view(name: str, engine: str, figures: Figures) -> dict[str, Any]:
+    return {"name": name, "role": "both", "state": "up", "alive": True, "engine": engine, **gauges(figures)}
+
+
+def _encode(event: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(event)
 
 
 def candidates() -> list[str]:

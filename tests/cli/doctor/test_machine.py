@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.doctor.finding import Finding
-from kvferry.cli.doctor.hardware import Hardware, examine_gpus, examine_rdma, read_topology, run_tool
+from kvferry.cli.doctor.machine import Hardware, examine_gpus, examine_rdma, read_topology, run_tool
 
 CAPTURED = Path(__file__).parent / "captured"
 

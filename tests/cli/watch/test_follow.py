@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvferry.cli.watch.scrape import engine_of, scraped_events
+from kvferry.cli.watch.follow import engine_of, scraped_events
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
 
