@@ -1,18 +1,24 @@
 """Collects a request's traits and lets the policy choose its instances.
 
-Owns the state that all requests share: policy, prefix index, pairs of instances, estimates, threshold, decisions.
+Owns the state that all requests share: policy, prefix index, pairs of instances, estimates, threshold, decisions,
+traffic.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from random import Random
 from typing import Any
 
+import msgspec
+
 from kvferry.core.clock import Clock
 from kvferry.core.entropy import RANDOM
+from kvferry.core.messages.traffic import MAX_OBSERVED, RequestObservation, TrafficReport
 from kvferry.observe.tracing import make_tracer
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.cost import Estimates
@@ -23,7 +29,6 @@ from kvferry.router.choice.policies.base import Choice, PolicyContext, PromptTra
 from kvferry.router.choice.policies.table import make_policy
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import is_token_ids, read_token_ids, text_prefix
-from kvferry.router.choice.traffic import Traffic
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import Instance
 from kvferry.router.instances.pools import Pools
@@ -55,6 +60,28 @@ def _is_constrained(body: RequestBody) -> bool:
 def _session_of(body: RequestBody) -> Any:
     """The name of the conversation in a body; None if there is none."""
     return next((value for name in _SESSION_FIELDS if (value := body.values.get(name) and body.get(name))), None)
+
+
+class Traffic:
+    """The number of a router's requests, and the durations of the last ones' phases, in a bounded ring. `num_waiting`:
+    requests that wait for an instance to start."""
+
+    def __init__(self) -> None:
+        self._ring: deque[RequestObservation] = deque(maxlen=MAX_OBSERVED)
+        self.note: Callable[[RequestObservation], None] = self._ring.append
+        """Add a request that was placed; the rest of its observation is filled in later."""
+        self._num_arrived = 0
+        self.num_waiting = 0
+
+    def arrive(self) -> None:
+        """Count a request for a completion, whatever its outcome."""
+        self._num_arrived += 1
+
+    def encode(self, now: float, seconds: float, max_requests: int = MAX_OBSERVED) -> bytes:
+        """A `TrafficReport` as JSON, with the last `max_requests` requests of those that came in the last `seconds`."""
+        newest = islice(reversed(self._ring), max_requests)
+        requests = [request for request in newest if request.arrived >= now - seconds][::-1]
+        return msgspec.json.encode(TrafficReport(now, self._num_arrived, self.num_waiting, requests))
 
 
 class Chooser:

@@ -4,6 +4,8 @@ Prefill runs on one instance and decode on another, sequentially or concurrently
 one is tried, and after that D does both phases; if a decode instance fails, another one gets the same ticket. The
 client gets an instance's answer, whatever its status, or an error if no instance gave any.
 
+A request waits for an instance if a fleet's controller has stopped all of them, and for the first probe of a new one.
+
 `Placement` chooses the next instance, `RequestLegs` sends the legs, `HandOff` reads P's answer, `Delivery` sends the
 answer to the client, and `RequestRecord` records the result. Legs have no task: a change of a leg wakes this one.
 """
@@ -32,7 +34,11 @@ from kvferry.router.request.next_turn import Conversation
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.request_legs import RequestLegs
 from kvferry.router.request.services import Services
-from kvferry.router.request.waking import wait_for_first_probe, wait_for_instances
+
+_POLL_INTERVAL_S, _COMMENT_INTERVAL_S = 0.1, 5.0
+_FIRST_PROBE_POLL_S = 0.01
+_MAX_START_RATIO, _EXTRA_START_S = 3.0, 60.0
+"""Maximum wait for a start: this many usual starts, plus this many seconds."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -65,7 +71,7 @@ class Exchange:
         services, legs, num_bytes = self._services, self._legs, 0
         try:
             if not services.pools.decode.alive():
-                await wait_for_instances(services, self._response, streams=self._body.get("stream") is True)
+                await _wait_for_instances(services, self._response, streams=self._body.get("stream") is True)
             plan = self._placement.plan(self._plan())
             self._record.decision.routed = services.clock.wall()
             answer: Answer | None = None
@@ -126,7 +132,7 @@ class Exchange:
         """
         placement, legs, record = self._placement, self._legs, self._record
         if prefill.state is InstanceState.NEW:
-            await wait_for_first_probe(self._services, prefill)
+            await _wait_for_first_probe(self._services, prefill)
         form = placement.form(prefill)
         if isinstance(form, str):
             record.failed_instance(prefill, form)
@@ -251,3 +257,34 @@ class Exchange:
         if d is None or d.state == "lost":
             return isinstance(self._lost_decode, Unreachable)
         return d.verdict == "busy" and self._busy_left_s <= 0
+
+
+async def _wait_for_instances(services: Services, response: Response, *, streams: bool) -> None:
+    """Return once an instance is alive, or when it has taken too long. Meanwhile a client that `streams` gets comments,
+    and the controller sees the number of waiting requests in `Traffic`."""
+    pools, clock = services.pools, services.clock
+    starts_s = pools.shared_plan.starts_s
+    if starts_s <= 0:
+        return
+    traffic, begun = services.chooser.traffic, clock.monotonic()
+    comment_at = begun
+    traffic.num_waiting += 1
+    try:
+        while not pools.decode.alive() and pools.shared_plan.starts_s > 0:
+            waited_s = clock.monotonic() - begun
+            if waited_s > _MAX_START_RATIO * starts_s + _EXTRA_START_S:
+                return
+            if streams and begun + waited_s >= comment_at:
+                comment_at += _COMMENT_INTERVAL_S
+                response.comment(f"an instance is started: {waited_s:.0f} s so far, about {starts_s:.0f} s in all")
+            await asyncio.sleep(_POLL_INTERVAL_S)
+    finally:
+        traffic.num_waiting -= 1
+
+
+async def _wait_for_first_probe(services: Services, prefill: Instance) -> None:
+    """Return once `Health` has probed a new instance, which takes milliseconds, or when it has taken too long. Until
+    then its protocol is unknown."""
+    deadline = services.clock.monotonic() + services.config.health_timeout_s
+    while prefill.state is InstanceState.NEW and services.clock.monotonic() < deadline:  # noqa: ASYNC110 - rare
+        await asyncio.sleep(_FIRST_PROBE_POLL_S)
