@@ -13,8 +13,7 @@ from kvferry.kv_events.messages import (
     END_OF_REPLAY,
     BlockStored,
 )
-from kvferry.kv_events.publisher import KVEventPublisher
-from kvferry.kv_events.replays import Replays
+from kvferry.kv_events.publisher import KVEventPublisher, Replays
 
 
 @pytest.fixture

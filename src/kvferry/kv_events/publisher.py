@@ -1,7 +1,9 @@
 """Publishes an instance's KV events, and replays the last of them for followers that missed some.
 
 Owns both sockets, the sequence numbers, and the history for replays. `publish` belongs to one thread; another serves
-replays. ZeroMQ does not authenticate clients, and events contain the tokens of prompts: bind to trusted networks only.
+replays, each follower at its own pace, so that a slow one delays no other. Any client can connect: a few messages for
+each follower wait in ZeroMQ, and the others here, as references to the history. ZeroMQ does not authenticate clients,
+and events contain the tokens of prompts: bind to trusted networks only.
 """
 
 from __future__ import annotations
@@ -9,20 +11,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError
 from kvferry.core.runtime.threads import Thread
-from kvferry.kv_events.messages import Event, encode_batch
-from kvferry.kv_events.replays import MAX_UNSENT, Replays
+from kvferry.kv_events.messages import END_OF_REPLAY, Event, encode_batch
 from kvferry.kv_events.sockets import require_endpoint, zmq
 
 logger = logging.getLogger(__name__)
 
 _POLL_MS, _PAUSE_MS = 200, 2
 """Milliseconds between two polls for a replay request; the shorter while a follower has yet to take its replay."""
+
+_MAX_UNSENT = 16
+"""Max messages for one follower that wait in ZeroMQ."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +126,9 @@ class KVEventPublisher:
         library = zmq()
         socket = self._context.socket(kind)
         socket.setsockopt(library.MAXMSGSIZE, self.max_frame_bytes)
-        socket.setsockopt(library.RCVHWM, MAX_UNSENT)
+        socket.setsockopt(library.RCVHWM, _MAX_UNSENT)
         if kind == library.ROUTER:
-            socket.setsockopt(library.SNDHWM, MAX_UNSENT)
+            socket.setsockopt(library.SNDHWM, _MAX_UNSENT)
             socket.setsockopt(
                 library.ROUTER_MANDATORY, 1
             )  # an error, not a lost message, if the follower is gone or full
@@ -152,3 +157,58 @@ class KVEventPublisher:
         with self._lock:
             messages = [message for message in self._history if message[0] >= int.from_bytes(first, "big")]
         replays.begin(caller, messages)
+
+
+@dataclass
+class _Replay:
+    pending: deque[tuple[bytes, bytes]]
+    deadline: float
+
+
+class Replays:
+    """Owns the active replays, not the socket: a ROUTER that refuses a message to a follower that is gone or full
+    (`ROUTER_MANDATORY`). Belongs to one thread."""
+
+    stall_s = 10.0
+    """Seconds that a follower may leave its messages unread before its replay is dropped."""
+    max_replays = 64
+    """Max replays at one time; further requests are not answered, and may be repeated."""
+
+    def __init__(self, socket: Any, clock: Clock) -> None:
+        self._socket, self._clock = socket, clock
+        self._active: dict[bytes, _Replay] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._active)
+
+    def begin(self, follower: bytes, messages: Iterable[tuple[int, bytes]]) -> None:
+        """Begin to send a follower these messages and the end mark. Ignored while the follower's previous replay is
+        active."""
+        if follower in self._active or len(self._active) >= self.max_replays:
+            return
+        pending = deque((number.to_bytes(8, "big"), payload) for number, payload in messages)
+        pending.append((END_OF_REPLAY, b""))
+        self._active[follower] = _Replay(pending, self._clock.monotonic() + self.stall_s)
+
+    def send_pending(self) -> None:
+        """Send what followers can take now. Does not block."""
+        now = self._clock.monotonic()
+        for follower, replay in list(self._active.items()):
+            if self._send(follower, replay.pending):
+                replay.deadline = now + self.stall_s
+            if not replay.pending or now >= replay.deadline:
+                del self._active[follower]
+
+    def _send(self, follower: bytes, pending: deque[tuple[bytes, bytes]]) -> bool:
+        """True if the follower took some messages. Messages for a follower that is gone are dropped."""
+        num_before, library = len(pending), zmq()
+        try:
+            while pending:
+                number, payload = pending[0]
+                self._socket.send_multipart((follower, b"", b"", number, payload), library.NOBLOCK, copy=False)
+                pending.popleft()
+        except library.Again:
+            pass
+        except library.ZMQError:
+            pending.clear()
+        return len(pending) < num_before

@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvferry.bridge.dynamo.discovery_folder import discovery_folder
+from kvferry.bridge.dynamo.member import discovery_folder
 
 HOLD = """
 import sys
 from pathlib import Path
-from kvferry.bridge.dynamo.discovery_folder import discovery_folder
+from kvferry.bridge.dynamo.member import discovery_folder
 with discovery_folder(Path(sys.argv[1])) as folder:
     print(folder, flush=True)
     sys.stdin.read()

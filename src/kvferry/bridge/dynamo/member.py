@@ -9,24 +9,28 @@ or NATS is needed. It has a namespace of its own in any case, which distinguishe
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from kvferry.bridge.dynamo.card import ModelCard
-from kvferry.bridge.dynamo.discovery_folder import discovery_folder
 from kvferry.bridge.dynamo.model import ModelFiles, read_model
 from kvferry.bridge.dynamo.runtime import DynamoRuntime, WorkerClient
 from kvferry.bridge.dynamo.serving import open_worker, serve_worker
 from kvferry.core import entropy
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.dynamo import DynamoEndpoint
 from kvferry.core.messages.instance_facts import EventsAddress
@@ -41,6 +45,9 @@ log = logging.getLogger(__name__)
 _ANYWHERE = ("DYN_TCP_RPC_HOST", "DYN_EVENT_PLANE_HOST", "DYN_TCP_RESPONSE_STREAM_HOST")
 _SYSTEM_PORT = "DYN_SYSTEM_PORT"
 _EVENTS = "--kv-events-config"
+
+_FOLDER_PREFIX = "kvferry-dynamo-"
+_LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,40 @@ class DynamoMember:
 
 async def _read_model(card: ModelCard) -> ModelFiles:
     return await asyncio.to_thread(read_model, card.source_path)
+
+
+@contextmanager
+def discovery_folder(parent: Path | None = None, *, min_age_s: float = 60.0) -> Iterator[str]:
+    """Make a private folder for the files of Dynamo's discovery, and remove folders of killed processes, whose locks the
+    kernel has released. `parent`: None is the folder for temporary files. `min_age_s`: a younger folder without a lock
+    is being made."""
+    parent = parent or Path(tempfile.gettempdir())
+    _remove_abandoned(parent, min_age_s)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=parent, ignore_cleanup_errors=True) as folder:
+        store = Path(folder, "store")
+        store.mkdir()
+        with Path(folder, _LOCK).open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield str(store)
+
+
+def _remove_abandoned(parent: Path, min_age_s: float) -> None:
+    for folder in parent.glob(f"{_FOLDER_PREFIX}*"):
+        try:
+            status = folder.lstat()
+            if status.st_uid != os.getuid() or folder.is_symlink():
+                continue
+            try:
+                lock = (folder / _LOCK).open("rb")
+            except FileNotFoundError:
+                if SYSTEM_CLOCK.wall() - status.st_mtime > min_age_s:
+                    shutil.rmtree(folder)
+                continue
+            with lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+        except OSError:  # it is in use, or another process removes it
+            continue
 
 
 def main() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -14,8 +17,9 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.host.machine import num_cpus, require_memory, usable_cores
 from kvferry.core.keys import shared_token
 from kvferry.core.settings.flags import flag_name
+from kvferry.core.settings.model import Settings
 from kvferry.core.settings.units import format_bytes, parse_bytes
-from kvferry.fleet.processes.cpu import Cores, num_threads, parse_cores, plan_cores
+from kvferry.fleet.processes.cpu import Cores, num_threads, parse_cores, plan_cores, thread_variables
 from kvferry.fleet.processes.engines import (
     TOKEN_VARIABLE,
     InstanceEngine,
@@ -26,16 +30,20 @@ from kvferry.fleet.processes.engines import (
     VllmEngine,
     process,
 )
-from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
-from kvferry.fleet.processes.routers import RouterPlan
+from kvferry.fleet.processes.process import MEMBER, ProcessSpec, RouterGroup
+from kvferry.fleet.processes.process_settings import RouterProcess
 from kvferry.fleet.processes.vllm.instances import VllmInstances
 from kvferry.fleet.processes.vllm.resources import DEVICES, own_devices_first
 from kvferry.fleet.spec.fleet_settings import FleetSettings, role_keys, settings_of
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec
+from kvferry.fleet.spec.settings import Listen
 from kvferry.fleet.spec.variables import flag_variables
+from kvferry.http.client.access import InstanceAccess
 from kvferry.http.registrar import make_registrar
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
+from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
+from kvferry.router.config import RouterConfig
 
 OPEN, LIMITS = HttpAccess(), HttpLimits()
 LOOPBACK = "127.0.0.1"
@@ -43,6 +51,11 @@ INSTANCE_BYTES = 32 * 2**20
 """The least memory that an instance takes for itself, without its model and its KV cache."""
 ROUTERS = 2
 """How many routers share an address where there are cores for them: one that dies or hangs is then no outage."""
+
+_FOLLOWED = "instances_file"
+"""The setting with a file that routers follow, which must not be a copy."""
+
+Config = TypeVar("Config", bound=Settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +223,73 @@ class LocalRecipe:
             environment={TOKEN_VARIABLE: self.token} if self.token else {},
             hidden=self.hidden,
         )
+
+
+@dataclass(frozen=True)
+class RouterPlan:
+    """The settings of all routers of one port; `router.workers` says how many there are.
+
+    They are processes that accept connections on one listening socket and share one folder. The backend has the socket,
+    so a connection that comes while a router dies waits for another one, and is not refused.
+    """
+
+    router: RouterConfig
+    listen: Listen
+    access: HttpAccess
+    limits: HttpLimits
+    instance_access: InstanceAccess
+    log: LogConfig = TEXT
+    num_threads: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    hidden: frozenset[str] = frozenset()
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where they listen: for clients, and for operators if those have a port of their own."""
+        public = (self.listen.host, self.listen.port)
+        access = self.access
+        return [public] if access.admin_port is None else [public, (access.admin_host, access.admin_port)]
+
+    def process(self, name: str, group: RouterGroup, revision: str) -> ProcessSpec:
+        """The process of a router. Files are read once for each revision: after a change of one, a router that is
+        started again would know other keys than the next."""
+        copies = group.folder / f"files-{revision}"
+        copies.mkdir(mode=0o700, exist_ok=True)
+        settings = RouterProcess(
+            router=_with_copies(self.router, copies),
+            listen=self.listen,
+            log=self.log,
+            access=_with_copies(self.access, copies),
+            limits=self.limits,
+            instance_access=_with_copies(self.instance_access, copies),
+            group=group.folder,
+            listeners=group.listeners,
+        )
+        return ProcessSpec(
+            name=name,
+            command=(*MEMBER, *settings.title),
+            settings=settings,
+            environment={**self.environment, **thread_variables(self.num_threads), INSTANCE_VARIABLE: name},
+            hidden=self.hidden,
+            descriptors=group.listeners,
+        )
+
+
+def _with_copies(config: Config, folder: Path) -> Config:
+    """The same settings, with copies of their files; one that cannot be read is left to whoever reports its name."""
+    changed = {}
+    for name in config.__struct_fields__:
+        path = getattr(config, name)
+        if isinstance(path, Path) and name != _FOLLOWED:
+            copy = folder / f"{name}{path.suffix}"
+            with suppress(OSError):
+                if not copy.exists():
+                    draft = copy.with_name(f"{copy.name}.new")
+                    draft.touch(mode=0o600)
+                    shutil.copyfile(path, draft)
+                    draft.rename(copy)
+                changed[name] = copy
+    return msgspec.structs.replace(config, **changed)
 
 
 def recipe_of(fleet: DesiredFleet, token: str) -> LocalRecipe:

@@ -23,9 +23,9 @@ from kvferry.fleet.processes.process_settings import RouterProcess
 from kvferry.fleet.processes.recipe import LocalRecipe
 from kvferry.fleet.processes.vllm import instances
 from kvferry.fleet.processes.vllm.environment import find_vllm
+from kvferry.fleet.processes.vllm.instances import START
 from kvferry.fleet.processes.vllm.ports import SPACING, free_ports
 from kvferry.fleet.processes.vllm.resources import share_devices, visible_devices
-from kvferry.fleet.processes.vllm.start import START
 from kvferry.fleet.spec.fleet_spec import MemberRole
 from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
 

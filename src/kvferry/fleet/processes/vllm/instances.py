@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +18,11 @@ from kvferry.core.settings.transfer_config import names_password
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.cpu import Cores, thread_variables
 from kvferry.fleet.processes.process import ExternalServer, ProcessSpec
+from kvferry.fleet.processes.ready import StartProgress
 from kvferry.fleet.processes.vllm.environment import VllmEnvironment, find_vllm, require_module
 from kvferry.fleet.processes.vllm.length import require_length
 from kvferry.fleet.processes.vllm.ports import free_ports, with_event_ports
 from kvferry.fleet.processes.vllm.resources import cpu_memory_arguments, device_variables
-from kvferry.fleet.processes.vllm.start import START
 from kvferry.fleet.processes.vllm.transfer import (
     DEFAULT,
     for_member,
@@ -60,6 +61,22 @@ would starve others where a server has few cores."""
 _SEVERAL_WORKERS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
 _SOCKETS_IN = "VLLM_RPC_BASE_PATH"
 _BIND, _HASH_SEED = "VLLM_CPU_OMP_THREADS_BIND", "PYTHONHASHSEED"
+
+# Taken from vLLM 0.32; unknown lines are ignored.
+START = tuple(
+    (re.compile(pattern), StartProgress(fraction, what))
+    for pattern, fraction, what in (
+        (r"non-default args", 0.10, "reading the model's configuration"),
+        (r"Initializing a V1 LLM engine", 0.30, "starting the engine"),
+        (r"Starting to load model", 0.50, "loading weights"),
+        (r"Loading weights took|Model loading took", 0.65, "weights loaded"),
+        (r"KV cache size", 0.75, "making the KV cache"),
+        (r"Capturing (CUDA|cuda) graph|Dynamo bytecode transform", 0.80, "compiling"),
+        (r"init engine .* took", 0.90, "starting the server"),
+        (r"Starting vLLM server", 0.97, "almost there"),
+    )
+)
+"""Lines of vLLM's log that show the progress of its start."""
 
 
 @dataclass(frozen=True)
