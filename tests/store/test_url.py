@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import ConfigError
 from kvferry.store.media.valkey_client import ValkeyOptions
-from kvferry.store.table import BUILTIN, find_store, find_stores
-from kvferry.store.url import parse_store_url, read_options
+from kvferry.store.table import BUILTIN, find_store, find_stores, parse_store_url, read_options
 
 
 def test_what_an_address_says() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.serving.counts import Devices, devices_here, with_default_counts
+from kvferry.cli.serving.serve import Devices, devices_here, with_default_counts
 from kvferry.core.host.machine import usable_cores
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec

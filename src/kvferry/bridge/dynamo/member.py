@@ -201,9 +201,9 @@ async def _read_model(card: ModelCard) -> ModelFiles:
 
 @contextmanager
 def discovery_folder(parent: Path | None = None, *, min_age_s: float = 60.0) -> Iterator[str]:
-    """Make a private folder for the files of Dynamo's discovery, and remove folders of killed processes, whose locks the
-    kernel has released. `parent`: None is the folder for temporary files. `min_age_s`: a younger folder without a lock
-    is being made."""
+    """Make a private folder for the files of Dynamo's discovery, and remove folders of killed processes, whose locks
+    the kernel has released. `parent`: None is the folder for temporary files. `min_age_s`: a younger folder without a
+    lock is being made."""
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent, min_age_s)
     with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=parent, ignore_cleanup_errors=True) as folder:

@@ -1,8 +1,15 @@
-"""Renders chat messages to the prompt's text, with the model's chat template."""
+"""Renders chat messages to the prompt's text, with the model's chat template, in a form of content that it accepts.
+
+Some templates print a message's content, others iterate over its parts, many do either, and some for certain roles
+only. Which they accept is found by rendering small conversations. vLLM concludes the same from the template's syntax
+tree; rendering also covers macros, filters and string operations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -10,7 +17,6 @@ from jinja2 import TemplateError
 from kvferry.api.decoding import decode_value
 from kvferry.api.requests import ChatCompletionRequest
 from kvferry.core.errors import InvalidRequest
-from kvferry.engine.server.template_content import ContentForms, content_forms
 from kvferry.engine.server.text_codec import THREAD_ABOVE_CHARACTERS, TextCodec
 
 _NOT_FOR_TEMPLATES = frozenset(
@@ -39,6 +45,13 @@ _NOT_FOR_TEMPLATES = frozenset(
 
 NO_DEFAULTS: Mapping[str, Any] = {}
 _BETWEEN_SYSTEM_MESSAGES = "\n\n"
+
+_Content = str | list[dict[str, Any]]
+_Message = dict[str, Any]
+
+_FIRST, _SECOND = "kvferryone", "kvferrytwo"
+_PART_SEPARATOR = "\n"
+"""Separator of the text parts of one message for a template without parts, as in vLLM."""
 
 
 async def render_chat(body: ChatCompletionRequest, codec: TextCodec, defaults: Mapping[str, Any] = NO_DEFAULTS) -> str:
@@ -73,7 +86,7 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, A
     for index, message in enumerate(messages):
         _require_message(message, f"messages[{index}]")
     try:
-        forms = content_forms(tokenizer, options["tools"])
+        forms = _content_forms(tokenizer, options["tools"])
         messages = _map_developer_role([_plain_message(message, forms) for message in messages], forms)
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
         text.encode()  # arguments of tool calls are JSON within JSON, and may contain half of a surrogate pair
@@ -130,7 +143,7 @@ def _require_message(message: dict[str, Any], where: str) -> None:
         raise InvalidRequest(f"{where}.tool_calls must be an array of objects", param=f"{where}.tool_calls")
 
 
-def _plain_message(message: dict[str, Any], forms: ContentForms) -> dict[str, Any]:
+def _plain_message(message: dict[str, Any], forms: _ContentForms) -> dict[str, Any]:
     """The message as this template expects it: content in a form that it accepts, arguments of tool calls as objects,
     and an assistant's reasoning under both names that templates use."""
     plain, role, content = dict(message), message["role"], message.get("content")
@@ -146,7 +159,7 @@ def _plain_message(message: dict[str, Any], forms: ContentForms) -> dict[str, An
     return plain
 
 
-def _map_developer_role(messages: list[dict[str, Any]], forms: ContentForms) -> list[dict[str, Any]]:
+def _map_developer_role(messages: list[dict[str, Any]], forms: _ContentForms) -> list[dict[str, Any]]:
     """Replace the role `developer` by `system` for templates without it: such messages are merged into the first one,
     since many templates accept no other (vLLM does the same)."""
     if forms.developer or not any(message["role"] == "developer" for message in messages):
@@ -187,3 +200,66 @@ def _plain_tool_call(call: dict[str, Any]) -> dict[str, Any]:
     except InvalidRequest:
         return call
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+@dataclass(frozen=True)
+class _ContentForms:
+    """The forms that one template accepts. `parts`: roles whose content may be an array of parts; `only_parts`: roles
+    whose content must be one. `developer`: True if it has this role."""
+
+    parts: frozenset[str]
+    only_parts: frozenset[str]
+    developer: bool
+
+    def content(self, role: str, texts: list[str] | str | None) -> _Content:
+        """A message's content, which was null, a string or parts, in a form that the template accepts. Null becomes an
+        empty text, and a tool's result is always one string, as in vLLM."""
+        if role in self.only_parts or (isinstance(texts, list) and role in self.parts):
+            return [_text_part(text) for text in ([texts] if isinstance(texts, str) else texts or [])]
+        return _PART_SEPARATOR.join(texts) if isinstance(texts, list) else texts or ""
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _content_forms(tokenizer: Any, tools: Any) -> _ContentForms:
+    """The forms of the template that this tokenizer uses with these tools. Raises the tokenizer's error if it has
+    none for them."""
+    return _forms_of(tokenizer, tokenizer.get_chat_template(None, tools=tools))
+
+
+@lru_cache(maxsize=16)
+def _forms_of(tokenizer: Any, template: str) -> _ContentForms:
+    def render(messages: list[_Message]) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+        except Exception:  # noqa: BLE001 - templates are programs: any error means that this is not accepted
+            return ""
+
+    users = _accepted_contents(render, lambda content: [{"role": "user", "content": content}])
+    user = {"role": "user", "content": [_text_part("a")] if users == (False, True) else "a"}
+    accepted = {
+        "user": users,
+        "system": _accepted_contents(render, lambda content: [{"role": "system", "content": content}, user]),
+        "assistant": _accepted_contents(
+            render, lambda content: [user, {"role": "assistant", "content": content}, user]
+        ),
+    }
+    return _ContentForms(
+        parts=frozenset(role for role, (_, parts) in accepted.items() if parts),
+        only_parts=frozenset(role for role, (text, parts) in accepted.items() if parts and not text),
+        developer='"developer"' in template or "'developer'" in template,
+    )
+
+
+def _accepted_contents(
+    render: Callable[[list[_Message]], str], in_conversation: Callable[[_Content], list[_Message]]
+) -> tuple[bool, bool]:
+    """Two flags: a string is rendered; an array of two parts is, one after the other and not as a literal."""
+    text = render(in_conversation([_text_part(_FIRST), _text_part(_SECOND)]))
+    begin, end = text.find(_FIRST), text.find(_SECOND)
+    shown = text[max(0, begin - 32) : end]
+    return _FIRST in render(
+        in_conversation(_FIRST)
+    ), 0 <= begin < end and "'text'" not in shown and '"text"' not in shown

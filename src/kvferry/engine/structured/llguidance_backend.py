@@ -22,7 +22,6 @@ from kvferry.core.errors import GrammarFailed, InvalidRequest
 from kvferry.core.structured_outputs import AnswerGrammar, StructuredOutputs
 from kvferry.core.text import shortened
 from kvferry.engine.structured.answer_grammar import AnswerGrammarWriter, string_of
-from kvferry.engine.structured.exact_formats import with_exact_formats
 from kvferry.engine.structured.schema_paths import pointers_to, subschemas
 
 LIMITS = LLParserLimits(
@@ -60,6 +59,19 @@ _KEYWORD_OF = {
     "minItems": "minItems",
 }
 """The keywords that messages of llguidance are about, by a word in them; the first one that matches."""
+
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DATE_PATTERN = (
+    "([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    f"|{_LEAP_YEAR}-02-29)"
+)
+_CLOCK_PATTERN = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME_PATTERN = rf"{_CLOCK_PATTERN}:[0-5][0-9](\.[0-9]{{1,9}})?([Zz]|[+-]{_CLOCK_PATTERN})"
+_EXACT_FORMATS = {
+    "date": f"^{_DATE_PATTERN}$",
+    "time": f"^{_TIME_PATTERN}$",
+    "date-time": f"^{_DATE_PATTERN}[Tt]{_TIME_PATTERN}$",
+}
 
 
 class LlguidanceBackend:
@@ -105,7 +117,7 @@ class LlguidanceBackend:
         match constraint.kind:
             case "json":
                 schema = json.loads(content)
-                with_exact_formats(schema)
+                _with_exact_formats(schema)
                 text = json.dumps({} if schema is True else schema, ensure_ascii=False)  # options need an object
                 try:
                     return LLMatcher.grammar_from_json_schema(text, overrides=_json_options(constraint))
@@ -207,7 +219,7 @@ def _json_options(constraint: StructuredOutputs) -> Any:
 
 
 def _tag_schema(schema: dict[str, Any]) -> str:
-    with_exact_formats(schema)
+    _with_exact_formats(schema)
     return json.dumps(schema | {"x-guidance": _STRICT})
 
 
@@ -276,3 +288,17 @@ def _first(pointers: Sequence[str]) -> str:
 
 def _clip(text: str) -> str:
     return shortened(" ".join(text.split()), 400)
+
+
+def _with_exact_formats(schema: Any) -> None:
+    """Replace formats by patterns in the schema, in place, where llguidance's own permit what is not valid: February 29
+    of any year, and leap seconds at any minute. Leap seconds, and fractions beyond nanoseconds, are not permitted."""
+    for _, part in subschemas(schema):
+        pattern = _EXACT_FORMATS.get(part["format"]) if isinstance(part.get("format"), str) else None
+        if pattern is None:
+            continue
+        del part["format"]
+        if "pattern" in part:
+            part["allOf"] = [*part.get("allOf", ()), {"pattern": pattern}]
+        else:
+            part["pattern"] = pattern

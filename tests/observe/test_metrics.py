@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.observe.connector_help import connector_help
+from kvferry.observe.metrics import connector_help
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvferry.store.eviction.age_queue import AgeQueue
+from kvferry.store.eviction.learned import AgeQueue
 
 
 @dataclass(eq=False)
