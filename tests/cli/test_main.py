@@ -18,7 +18,7 @@ import pytest
 from cli.torch_blocked import TorchBlocked
 from docs_site.commands import commands
 from kvferry import __version__
-from kvferry.cli.config_file import ConfigFile
+from kvferry.cli.flag_sources import ConfigFile
 from kvferry.cli.flags import complete
 from kvferry.cli.main import COMMANDS, ENVIRONMENT, HELP, app, for_engine, main
 from kvferry.core.settings.flags import flag_name

@@ -11,8 +11,8 @@ from typing import Any, get_args
 import pytest
 from cyclopts import App
 
+from kvferry.cli.flag_sources import Command
 from kvferry.cli.main import app
-from kvferry.cli.variables import Command
 from support.warm import Program
 
 ENDS_S = 120

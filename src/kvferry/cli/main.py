@@ -18,8 +18,8 @@ from kvferry import __version__
 from kvferry.cli import home
 from kvferry.cli.cache.command import cache
 from kvferry.cli.completion import add_completion
-from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.demo.command import demo
+from kvferry.cli.flag_sources import ConfigFile, refuse_unread
 from kvferry.cli.fleet.command import app as fleet
 from kvferry.cli.fleet.init import add_to as add_init_to
 from kvferry.cli.fleet.recommend import add_to as add_recommend_to
@@ -31,7 +31,6 @@ from kvferry.cli.serving.picker import picker
 from kvferry.cli.serving.rank import rank
 from kvferry.cli.serving.router import router
 from kvferry.cli.serving.serve import serve
-from kvferry.cli.variables import refuse_unread
 from kvferry.core.errors import ConfigError
 from kvferry.core.runtime.process_exit import EXIT_USER_ERROR, exit_code_of, exit_process, report_error
 from kvferry.core.runtime.streams import EXIT_UNREAD, OutputError, prepare_streams

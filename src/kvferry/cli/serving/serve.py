@@ -1,5 +1,5 @@
-"""`kvferry serve`: everything on this machine, ended by one Ctrl-C. It also decides how many instances there are, where no
-numbers are given."""
+"""`kvferry serve`: everything on this machine, ended by one Ctrl-C. It also chooses the numbers of instances where none
+are given."""
 
 from __future__ import annotations
 

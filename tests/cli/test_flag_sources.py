@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
+from kvferry.cli.flag_sources import FROM_A_SPEC, STARTS, STARTS_NOTHING, Command, refuse_unread
 from kvferry.cli.main import app, main
-from kvferry.cli.variables import FROM_A_SPEC, STARTS, STARTS_NOTHING, Command, refuse_unread
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.spec.variables import flag_variables, variables_of
 
