@@ -26,7 +26,7 @@ import uvloop
 from transformers import AutoTokenizer
 
 from kvferry.core.request import EngineOutput, Request
-from kvferry.engine.async_engine import AsyncEngine
+from kvferry.engine.launch import AsyncEngine
 from kvferry.engine.server.app import build_app
 from kvferry.engine.server.config import ServerConfig
 from kvferry.models.catalog import resolve

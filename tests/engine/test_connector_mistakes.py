@@ -12,9 +12,9 @@ from kvferry.core.errors import Unavailable
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
+from kvferry.engine.launch import AsyncEngine
 from kvferry.transport.shared_memory import owned_segment_names
 from support.mistaken_connector import CLOSED, FAILING
 

@@ -16,11 +16,11 @@ import pytest
 from kvferry.core.errors import RankLost, Unavailable
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor.rank_options import RankOptions
 from kvferry.engine.executor.rank_process import Process
+from kvferry.engine.launch import AsyncEngine
 from support import warm
 from support.processes import is_running, kvferry
 from support.waiting import until

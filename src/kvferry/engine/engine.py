@@ -7,7 +7,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore
-from kvferry.engine.executor.build import build_executor
+from kvferry.engine.executor.local import build_executor
 from kvferry.engine.executor.rank_options import RankOptions
 from kvferry.engine.kv_events import BlockEvents
 from kvferry.engine.model.loader import Progress

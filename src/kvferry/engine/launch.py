@@ -1,29 +1,82 @@
-"""One instance as a process: load, serve, end."""
+"""One instance as a process: load the engine, step it on a thread of its own, serve, end."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from kvferry.core.runtime.process_exit import ShutdownDeadline, shutdown_deadline
-from kvferry.core.runtime.threads import run_server
+from kvferry.core.runtime.threads import Thread, run_server
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.overrides import override_model, read_chat_template
 from kvferry.engine.server.app import MakePage, serve
 from kvferry.engine.server.config import ServerConfig
+from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.registrar import RegistrarConfig
 from kvferry.http.server.listen import authority
 
 log = logging.getLogger(__name__)
+
+
+class AsyncEngine(SteppedEngine):
+    """The engine on its own thread, for asyncio callers. Owns the thread."""
+
+    join_s = 10.0
+    """Max seconds that `close` waits for a step to end."""
+
+    def __init__(self, engine: Engine, model_names: Sequence[str]) -> None:
+        super().__init__(engine, model_names)
+        self._wakeup = threading.Event()
+        self._thread = Thread(self._run, name="kvferry-engine")
+
+    def start(self) -> None:
+        """Begin stepping. Call from the event loop that will listen."""
+        super().start()
+        self.engine.on_transfer(self.wake)
+        self._thread.start()
+
+    async def close(self) -> None:
+        """End all requests, the thread and the engine. The engine stays open if its thread does not return from a
+        step."""
+        self._closing = True
+        self.wake()
+        await asyncio.to_thread(self._thread.join, self.join_s)
+        if self._thread.is_alive():
+            log.error("a step of the engine does not end; the engine is left as it is")
+        else:
+            self.engine.close()
+
+    @property
+    def is_stepping(self) -> bool:
+        """True if the thread is alive."""
+        return self._thread.is_alive()
+
+    def wake(self) -> None:
+        """Wake the thread if it waits between two steps."""
+        self._wakeup.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._wakeup.clear()
+                self._serve_calls()
+                self._deliver(self.engine.step())
+                if (rest_s := self._idle_timeout_s()) != 0.0:
+                    self._wakeup.wait(rest_s)
+        except BaseException as failure:  # noqa: BLE001 - the thread's outermost edge: all waiters must be woken
+            self._on_failure(failure)
+        finally:
+            self._on_end()
+
 
 Beside = Callable[[AsyncEngine], Coroutine[Any, Any, None]]
 """Serves the engine in another way than over HTTP, until it is cancelled."""

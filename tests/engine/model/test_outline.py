@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.model.checkpoint import kv_layers, require_cache_fits
 from kvferry.engine.model.loader import load_model
-from kvferry.engine.model.outline import kv_layers, require_cache_fits
 from support.families import Case, make_model
 
 CPU = torch.device("cpu")

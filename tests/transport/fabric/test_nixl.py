@@ -17,7 +17,7 @@ from kvferry.core.settings.options import read_options
 from kvferry.transport.connection import Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext, build_fabrics
-from kvferry.transport.fabric.mooncake_engine import _has_devices
+from kvferry.transport.fabric.mooncake import _has_devices
 from kvferry.transport.options import TransportOptions
 from support.libraries import MODULES, require_library
 

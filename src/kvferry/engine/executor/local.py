@@ -1,4 +1,5 @@
-"""The executor of one rank, in the engine's own process and thread."""
+"""The executor of one rank, in the engine's own process and thread. `build_executor` chooses it for one rank, and
+`RanksExecutor` for several."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from kvferry.core.runtime.closing import close_all
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
+from kvferry.engine.executor.rank_options import RankOptions
+from kvferry.engine.executor.ranks import RanksExecutor
 from kvferry.engine.model.loader import Progress
 from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model_runner import SamplerOutput, choose_logit_rows, draw, lay_out
@@ -57,3 +60,16 @@ class LocalExecutor(Executor):
 
     def close(self) -> None:
         close_all(self._masks.close, self._worker.close)
+
+
+def build_executor(
+    config: EngineConfig,
+    transfer: KVTransferConfig | None,
+    auth_token: str,
+    on_progress: Progress,
+    ranks: RankOptions | None = None,
+) -> Executor:
+    """Load the model on its ranks; may take long. Raises `ConfigError`, `UnsupportedModel` or `RankLost`."""
+    if config.tensor_parallel_size == 1:
+        return LocalExecutor(config, transfer, auth_token, on_progress)
+    return RanksExecutor(config, transfer, auth_token, on_progress, ranks or RankOptions())

@@ -1,5 +1,5 @@
-"""Checks of a checkpoint: whether its architecture runs exactly and can be split among ranks, and whether its files are
-sound, before any weight is loaded; and after that, whether it has exactly the weights of its model.
+"""Checks of a checkpoint: before any weight is loaded, whether its architecture runs exactly and can be split among ranks,
+whether its KV cache fits, and whether its files are sound; after that, whether it has exactly the weights of its model.
 
 transformers silently takes one of two tensors with the same name, converts integers that another library has packed to
 floating point, and ignores a `generation_config.json` that it cannot read. It initializes missing weights at random and
@@ -8,6 +8,7 @@ ignores unknown ones, with a warning. A server would then give wrong answers, so
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -17,9 +18,16 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM
 
+from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout, LayerLayout
 from kvferry.core.errors import ConfigError, InvalidRequest, UnsupportedModel
+from kvferry.core.host.machine import require_memory
 from kvferry.core.sampling import SAMPLING_DEFAULTS, SamplingParams
+from kvferry.core.settings.units import parse_bytes
+from kvferry.engine.blocks.kv_cache import require_two_blocks
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.model.attention import ATTENTION_NAME, ProbeContext, attention_context, register_attention
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
@@ -95,6 +103,38 @@ def _tensor_parallel_plan(config: Any, model_class: type[Any]) -> dict[str, str]
 
 def _as_list(count: int | list[int]) -> list[int]:
     return [count] if isinstance(count, int) else list(count)
+
+
+def require_cache_fits(config: EngineConfig, values: Any, device: torch.device) -> None:
+    """Raise `ConfigError` if --kv-cache-memory is too little for the model, or more than the machine has. `values`: the
+    checkpoint's configuration. Errors that need the weights are raised when the cache is allocated."""
+    if config.kv_cache_memory is None:
+        return
+    num_bytes = parse_bytes(config.kv_cache_memory, "--kv-cache-memory")
+    if device.type == "cpu":
+        require_memory(num_bytes, f"--kv-cache-memory {config.kv_cache_memory}")
+    dtype = getattr(values, "dtype", None) if config.dtype == "auto" else config.dtype
+    name = str(dtype or torch.float32).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        return
+    layers = tuple(kv_layers(values, trust_remote_code=config.trust_remote_code))
+    require_two_blocks(
+        KVLayout(model_fingerprint="", dtype=name, block_size=config.block_size, layers=layers), num_bytes
+    )
+
+
+def kv_layers(values: Any, *, trust_remote_code: bool) -> list[LayerLayout]:
+    """Each layer's KV on a single rank. If the model does not run without its weights, the layers up to that point: a
+    lower bound."""
+    register_attention()
+    context = ProbeContext()
+    # Errors recur when the model is loaded. bfloat16, because some experts compute in nothing else.
+    with contextlib.suppress(Exception), torch.device("meta"), torch.inference_mode(), attention_context(context):
+        options = {"attn_implementation": ATTENTION_NAME, "dtype": torch.bfloat16}
+        # Passed in both cases: transformers would prompt at the terminal without it.
+        module = AutoModelForCausalLM.from_config(values, trust_remote_code=trust_remote_code, **options)
+        module(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+    return [context.layers[layer] for layer in sorted(context.layers)]
 
 
 def require_sound(folder: Path, *, quantized: bool) -> None:

@@ -22,8 +22,13 @@ from kvferry.core.sampling import SAMPLING_DEFAULTS
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
 from kvferry.engine.model.batch_invariance import arithmetic_of
-from kvferry.engine.model.checkpoint import require_complete, require_divisible, require_sound, require_supported
-from kvferry.engine.model.outline import require_cache_fits
+from kvferry.engine.model.checkpoint import (
+    require_cache_fits,
+    require_complete,
+    require_divisible,
+    require_sound,
+    require_supported,
+)
 from kvferry.engine.model.patch import make_patch
 from kvferry.engine.model.patching import apply_patches
 from kvferry.engine.model.rank_placement import RankPlacement

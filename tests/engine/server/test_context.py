@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.core.errors import InvalidRequest, QueueFull, Unavailable, UnsupportedModel
 from kvferry.core.structured_outputs import GrammarBackend, Matcher, StructuredOutputs
-from kvferry.engine.server.grammars import GrammarCompiler, make_compiler
+from kvferry.engine.server.context import GrammarCompiler, make_compiler
 
 
 class SlowBackend:

@@ -18,9 +18,9 @@ from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
+from kvferry.engine.launch import AsyncEngine
 from kvferry.router.protocols.choose import can_pair
 
 
