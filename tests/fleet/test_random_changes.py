@@ -30,7 +30,6 @@ from fleet.fleets import Make, Programs
 from fleet.recording import RecordingDisplay
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.fleet.backends.local.folder import MemberFolder
-from kvferry.fleet.backends.ray.folders import root_folder
 from kvferry.fleet.control.backend import BackendContext, backend_class
 from kvferry.fleet.control.controller import Controller, Detached, End
 from kvferry.fleet.control.ledger import Ledger
@@ -113,6 +112,8 @@ class OnRay(Place):
         self.backend = Backend(kind="ray", address=nodes.address)
 
     def member_folder(self, name: str) -> Path | None:
+        from kvferry.fleet.backends.ray.actor import root_folder
+
         actor, _ = self.nodes.members().get(name, (0, 0))
         return next(root_folder().glob(f"{actor}-*/member"), None)
 

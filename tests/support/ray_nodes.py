@@ -24,7 +24,7 @@ os.environ.update(
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
 
 from kvferry.fleet.backends.local.folder import MemberFolder  # noqa: E402
-from kvferry.fleet.backends.ray.folders import root_folder  # noqa: E402
+from kvferry.fleet.backends.ray.actor import root_folder  # noqa: E402
 from kvferry.fleet.processes.start_time import started_at  # noqa: E402
 
 _MEMORY_BYTES = 80 * 2**20

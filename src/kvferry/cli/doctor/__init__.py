@@ -1,2 +1,2 @@
 """`kvferry doctor`: `machine` looks at this machine, `deployment` at a running one and at what a path between two
-processes carries, `bundle` writes it all down for an issue."""
+processes carries; `command` shows it, and writes it all down for an issue."""

@@ -1,5 +1,6 @@
-"""Checks of a checkpoint: before any weight is loaded, whether its architecture runs exactly and can be split among ranks,
-whether its KV cache fits, and whether its files are sound; after that, whether it has exactly the weights of its model.
+"""Checks of a checkpoint. Before any weight is loaded: whether its architecture runs exactly and can be split among
+ranks, whether its KV cache fits, and whether its files are sound. After that: whether it has exactly the weights of its
+model.
 
 transformers silently takes one of two tensors with the same name, converts integers that another library has packed to
 floating point, and ignores a `generation_config.json` that it cannot read. It initializes missing weights at random and
@@ -8,7 +9,6 @@ ignores unknown ones, with a warning. A server would then give wrong answers, so
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -129,7 +129,7 @@ def kv_layers(values: Any, *, trust_remote_code: bool) -> list[LayerLayout]:
     register_attention()
     context = ProbeContext()
     # Errors recur when the model is loaded. bfloat16, because some experts compute in nothing else.
-    with contextlib.suppress(Exception), torch.device("meta"), torch.inference_mode(), attention_context(context):
+    with suppress(Exception), torch.device("meta"), torch.inference_mode(), attention_context(context):
         options = {"attn_implementation": ATTENTION_NAME, "dtype": torch.bfloat16}
         # Passed in both cases: transformers would prompt at the terminal without it.
         module = AutoModelForCausalLM.from_config(values, trust_remote_code=trust_remote_code, **options)

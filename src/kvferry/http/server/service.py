@@ -1,4 +1,5 @@
-"""The state that the connections of a server share: settings, handlers, open connections and running requests."""
+"""The state that the connections of a server share: settings, handlers, open connections and running requests; and the
+rules by which pages of other origins may use the API."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from typing import Protocol
 from kvferry.core.errors import Unavailable
 from kvferry.core.keys import CHALLENGE_PATH
 from kvferry.http.errors import Unauthorized
-from kvferry.http.origins import read_origins
+from kvferry.http.headers import RawHeaders
+from kvferry.http.origins import ANY_ORIGIN, read_origins
 from kvferry.http.server.config import HttpConfig
-from kvferry.http.server.cors import Cors
 from kvferry.http.server.keys import Guard, Side
 from kvferry.http.server.lifecycle import Lifecycle
 from kvferry.http.server.request import HttpRequest
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _SPARE_FILES = 256
 """Descriptors reserved for everything but client connections; at most half of all."""
+
+_MAX_AGE_S = 600
 
 
 class ConnectedClient(Protocol):
@@ -149,3 +152,53 @@ def _file_limit(num_files: int) -> int:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(num_files, hard), hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class Cors:
+    """Cross-origin requests of browsers (the CORS protocol of the Fetch standard): answers preflights, and adds headers
+    that let a page of another origin read other answers. Keys come in headers, so cookies are never allowed
+    (`access-control-allow-credentials`). Metrics and administration (/metrics, /kvferry/*) are never for pages."""
+
+    def __init__(self, origins: frozenset[str]) -> None:
+        self._origins = origins
+
+    def admit(self, request: HttpRequest, response: Response) -> Handler | None:
+        """Add headers to the answer if the page may read it. Return the handler of a preflight, which has no key and no
+        route; None for other requests."""
+        origin = request.first.get(b"origin")
+        if origin is None or not self._origins or not _is_public(request.path):
+            return None
+        if (allowed := self._allowed(origin)) is not None:
+            for header in allowed:
+                response.add_header(*header)
+        if request.method != "OPTIONS" or b"access-control-request-method" not in request.first:
+            return None
+        return _refuse_page if allowed is None else _allow_page
+
+    def _allowed(self, origin: bytes) -> RawHeaders | None:
+        expose = (b"access-control-expose-headers", b"*")
+        if ANY_ORIGIN in self._origins:
+            return [(b"access-control-allow-origin", b"*"), expose]
+        if origin.decode("latin-1") not in self._origins:
+            return None
+        return [(b"access-control-allow-origin", origin), expose, (b"vary", b"origin")]
+
+
+async def _allow_page(request: HttpRequest, response: Response) -> None:
+    """Answer the preflight of an allowed page, for any method and headers."""
+    headers = [
+        (b"access-control-allow-methods", request.first[b"access-control-request-method"]),
+        (b"access-control-max-age", b"%d" % _MAX_AGE_S),
+    ]
+    if (names := request.first.get(b"access-control-request-headers")) is not None:
+        headers.append((b"access-control-allow-headers", names))
+    response.send(204, b"", headers)
+
+
+async def _refuse_page(request: HttpRequest, response: Response) -> None:
+    """Answer the preflight of a page that is not allowed."""
+    response.send(400, b"Disallowed CORS origin", [(b"content-type", b"text/plain; charset=utf-8")])
+
+
+def _is_public(path: str) -> bool:
+    return path != "/metrics" and not path.startswith("/kvferry/")

@@ -2,34 +2,48 @@
 
 The member is a child that the kernel kills when this process ends, for any reason, so no member is left without an
 owner. When the member ends first, this process stays, and reports the reason. Its controller may come and go. An
-instance whose ranks are on several nodes has an actor for each rank; the actor of rank 0 owns the others (`ranks`).
+instance whose ranks are on several nodes has an actor for each rank; the actor of rank 0 owns the others. They have no
+names and no lifetime of their own: Ray ends them when their owner ends, for any reason, and each ends with its process.
+So an instance lives or ends as a whole.
+
+Members have in-memory folders on their node. Later actors of the same user remove what a killed one has left.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import shutil
 import socket
 import threading
 from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+import ray
 from ray import get_runtime_context
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util import get_node_ip_address
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.folders.cache_dirs import user_runtime_dirs
+from kvferry.core.folders.private_folder import private_folder
 from kvferry.core.keys import Verifier
 from kvferry.core.settings.environment import AUTH_TOKEN, INSTANCE_NAME
+from kvferry.fleet.backends.local.backend import memory_folder
 from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.folder import MemberFolder, MemberRecord
 from kvferry.fleet.backends.local.member import LocalMember
 from kvferry.fleet.backends.local.starting import start_process
-from kvferry.fleet.backends.ray.address import SharedAddress
-from kvferry.fleet.backends.ray.folders import own_folder, own_name, routers_folder
+from kvferry.fleet.backends.ray.address import SharedAddress, owners
+from kvferry.fleet.backends.ray.connection import answer, in_thread
 from kvferry.fleet.backends.ray.messages import (
     ActorIdentity,
     LogLine,
@@ -38,17 +52,22 @@ from kvferry.fleet.backends.ray.messages import (
     MemberUpdate,
     Order,
 )
+from kvferry.fleet.backends.ray.placing import strategy_of
 from kvferry.fleet.backends.ray.priority import reset_priority
-from kvferry.fleet.backends.ray.ranks import RankActors, hold_port
 from kvferry.fleet.control.backend import Member, MemberState
 from kvferry.fleet.processes.cpu import thread_variables
 from kvferry.fleet.processes.process import MEMBER, ProcessSpec, RouterGroup
 from kvferry.fleet.processes.process_settings import InstanceProcess, JoiningRankProcess, with_values
+from kvferry.fleet.processes.start_time import started_at
 from kvferry.fleet.spec.fleet_settings import log_config
 from kvferry.fleet.spec.fleet_spec import MemberRole
 from kvferry.http.server.listen import authority
 
 _ANY = ("0.0.0.0", "::")
+
+_ROUTERS = "routers-"
+_NEW_S = 60.0
+"""A folder of routers that is younger may be about to be used."""
 
 
 class MemberActor:
@@ -75,7 +94,7 @@ class MemberActor:
         self._failure: Member | None = None
         self._member: LocalMember | None = None
         self._address: SharedAddress | None = None
-        self._ranks: RankActors | None = None
+        self._ranks: _RankActors | None = None
         self._held: socket.socket | None = None
         """Reserves the port at which further ranks join, if there are some in actors of their own."""
         self._lost_rank_reason = ""
@@ -112,7 +131,7 @@ class MemberActor:
             self._member.set_process(child)
             self._watching = asyncio.create_task(self._run(self._member, child))
             if self._held is not None:
-                self._ranks = RankActors(MemberActor, lambda text: self.line("", text), self._on_rank_lost)
+                self._ranks = _RankActors(lambda text: self.line("", text), self._on_rank_lost)
                 self._ranks.start(order, _address_of(self._held))
         self._wake()
 
@@ -193,7 +212,7 @@ class MemberActor:
 
     async def _prepare(self, order: Order) -> tuple[ProcessSpec, MemberRecord, MemberFolder]:
         """The member's process, record and folder on this node. Raises `KvferryError` or `OSError`."""
-        member, root = order.member, own_folder()
+        member, root = order.member, _own_folder()
         if order.rank:
             member = replace(member, name=f"{member.name}.rank-{order.rank}")
         recipe = order.make_recipe(order.fleet).on_node(node_address())
@@ -201,8 +220,8 @@ class MemberActor:
             spec = _rank_process(member.name, order)
         elif member.role == "router":
             context = get_runtime_context()
-            group = routers_folder(order.namespace, context.gcs_address, context.get_node_id())
-            self._address = SharedAddress(group, own_name())
+            group = _routers_folder(order.namespace, context.gcs_address, context.get_node_id())
+            self._address = SharedAddress(group, _own_name())
             listeners = await self._address.open(recipe.addresses)
             spec = recipe.router_member(member.name, RouterGroup(group, listeners))
         else:
@@ -210,7 +229,7 @@ class MemberActor:
             if spec.registrar is not None:
                 raise ConfigError("--register: on Ray, servers of vLLM are not registered at other routers")
             if order.bundle is not None and len(order.bundle.indices) > 1:
-                self._held = hold_port(node_address())
+                self._held = _hold_port(node_address())
                 spec = _with_ranks_at(spec, _address_of(self._held))
             spec = replace(spec, environment={**spec.environment, **_threads(order)})
         about = MemberRecord(
@@ -272,3 +291,134 @@ def reachable(url: str, address: str) -> str:
     if parts.hostname not in _ANY or parts.port is None:
         return url
     return f"{parts.scheme}://{authority(address, parts.port)}"
+
+
+def root_folder() -> Path:
+    """The folder of all of them. Raises `ConfigError` if none can be made."""
+    memory = memory_folder()
+    roots = [*([] if memory is None else [Path(memory)]), *user_runtime_dirs()]
+    return private_folder(f"kvferry-{os.getuid()}-ray", roots)
+
+
+def _own_name() -> str:
+    """A name of this process that stays unique when its process id is used again."""
+    return f"{os.getpid()}-{started_at(os.getpid())}"
+
+
+def _own_folder() -> Path:
+    """A new folder for this process."""
+    root = root_folder()
+    for other in root.iterdir():
+        if not _is_used(other):
+            shutil.rmtree(other, ignore_errors=True)
+    own = root / _own_name()
+    own.mkdir(mode=0o700)
+    return own
+
+
+def _routers_folder(*fleet: str) -> Path:
+    """The folder that the routers of a fleet on this node share; `fleet` names it, its cluster and the node."""
+    digest = hashlib.sha256("\0".join(fleet).encode()).hexdigest()[:16]
+    folder = root_folder() / f"{_ROUTERS}{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _is_used(folder: Path) -> bool:
+    if not folder.name.startswith(_ROUTERS):
+        return _is_running(folder.name)
+    try:
+        is_new = SYSTEM_CLOCK.wall() - folder.stat().st_mtime < _NEW_S
+    except OSError:
+        return False
+    return is_new or any(map(_is_running, owners(folder)))
+
+
+def _is_running(name: str) -> bool:
+    pid, _, started = name.partition("-")
+    try:
+        return started_at(int(pid)) == int(started)
+    except (OSError, ValueError):
+        return False
+
+
+def _hold_port(host: str) -> socket.socket:
+    """A socket that reserves a free port. It does not listen: a process of this machine that uses SO_REUSEADDR, as
+    rank 0 does, can listen there. Raises `ConfigError`."""
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, 0))
+    except OSError as error:
+        held.close()
+        raise ConfigError(f"the ranks of this instance cannot meet at {host}: {error}") from error
+    return held
+
+
+class _RankActors:
+    """The further ranks of an instance. Owns the handles of their actors, and a task for each that receives its
+    updates."""
+
+    ended_s = 5.0
+    """Seconds that an actor may take to end its process, and Ray to end the actor."""
+    again_s = 0.5
+
+    def __init__(self, say: Callable[[str], None], lost: Callable[[str, bool], Awaitable[None]]) -> None:
+        """`say`: called with each line of a rank's log. `lost`: called with the reason why a rank has ended, and True
+        if its settings are wrong."""
+        self._say, self._lost = say, lost
+        self._actors: list[Any] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, order: Order, address: str) -> None:
+        """Create an actor for each further rank of the member, in its bundle; each joins rank 0 at this address."""
+        assert order.bundle is not None
+        for rank in range(1, len(order.bundle.indices)):
+            actor = (
+                ray.remote(MemberActor)
+                .options(
+                    **order.needs.options,
+                    max_restarts=0,
+                    scheduling_strategy=strategy_of(order.member.role, order.bundle, rank),
+                )
+                .remote()
+            )
+            self._actors.append(actor)
+            self._tasks.append(asyncio.create_task(self._supervise(actor, replace(order, rank=rank, joins=address))))
+
+    async def end(self) -> None:
+        """End the processes and the actors."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(self._end(actor) for actor in self._actors))
+        self._actors.clear()
+
+    async def _end(self, actor: Any) -> None:
+        with suppress(RayError, TimeoutError):
+            await answer(actor.stop.remote(0.0), self.ended_s)
+        with suppress(RayError, TimeoutError):
+            await in_thread(lambda: ray.kill(actor), self.ended_s)
+
+    async def _supervise(self, actor: Any, order: Order) -> None:
+        try:
+            await answer(actor.begin.remote(order), None)
+            reason, is_misconfigured = await self._follow(actor, order.rank)
+        except RayError:
+            reason, is_misconfigured = "its actor was killed, or its node was lost", False
+        await self._lost(f"rank {order.rank}: {reason}", is_misconfigured)
+
+    async def _follow(self, actor: Any, rank: int) -> tuple[str, bool]:
+        """Receive the rank's updates until it ends; returns the reason, and True if its settings are wrong."""
+        number = -1
+        while True:
+            try:
+                news: MemberUpdate = await answer(actor.news.remote(number), None)
+            except ActorUnavailableError:  # rank 0 notices by itself when the rank is gone
+                await asyncio.sleep(self.again_s)
+                continue
+            number = news.number
+            for event in news.events:
+                if isinstance(event, LogLine):
+                    self._say(f"rank {rank}: {event.text}")
+            if news.member.state is MemberState.ENDED:
+                return news.member.reason, news.member.is_misconfigured
