@@ -14,7 +14,7 @@ from pipe_support import KINDS
 
 from kvferry.core.errors import LeaseEnded
 from kvferry.core.messages.hand_off import Consume, HandOff, Produce, parse_hand_off
-from kvferry.testing import tickets
+from kvferry.testing import stepping
 from support.eager_p2p import EagerWorkerSide
 from support.libraries import require_library
 
@@ -88,7 +88,7 @@ class Traffic:
             self.decode(key, self.early_ticket(key))
 
     def early_ticket(self, key: str) -> dict[str, object]:
-        return tickets.early_ticket(key, self.producer.addresses, self.producer.scheduler).to_params()
+        return stepping.early_ticket(key, self.producer.addresses, self.producer.scheduler).to_params()
 
     def hand_over(self) -> None:
         """A router sends a finished prefill's ticket to the decode instance, perhaps late."""

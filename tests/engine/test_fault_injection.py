@@ -21,8 +21,7 @@ from kvferry.core.errors import KvferryError, LeakError
 from kvferry.core.messages.hand_off import Consume, HandOff, Produce, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.testing.stepping import IdleWait
-from kvferry.testing.tickets import early_ticket
+from kvferry.testing.stepping import IdleWait, early_ticket
 from support.engines import Answer
 from support.pairs import Pair, pair_of
 

@@ -12,8 +12,7 @@ from kvferry.core.messages.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
-from kvferry.testing.stepping import IdleWait
-from kvferry.testing.tickets import early_ticket
+from kvferry.testing.stepping import IdleWait, early_ticket
 from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts
 from support.pairs import Pair, pair_of
 

@@ -20,8 +20,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.testing.stepping import IdleWait
-from kvferry.testing.tickets import early_ticket
+from kvferry.testing.stepping import IdleWait, early_ticket
 from support.engines import Answer, random_prompts, run_prompts
 
 NUM_PROMPTS, LONGEST, NUM_BLOCKS = 60, 90, 24

@@ -16,8 +16,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.testing.stepping import IdleWait
-from kvferry.testing.tickets import early_ticket
+from kvferry.testing.stepping import IdleWait, early_ticket
 from support.engines import Answer, matcher_of
 
 DEADLINE_S = 60.0

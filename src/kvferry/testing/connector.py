@@ -38,8 +38,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.models.random_model import make_random_model
-from kvferry.testing.stepping import IdleWait
-from kvferry.testing.tickets import early_ticket
+from kvferry.testing.stepping import IdleWait, early_ticket
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

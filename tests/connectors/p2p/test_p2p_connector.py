@@ -30,7 +30,7 @@ from kvferry.core.errors import (
 from kvferry.core.messages.hand_off import Consume, Produce
 from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.testing import tickets
+from kvferry.testing import stepping
 from kvferry.transport.fabric.base import FABRICS
 from kvferry.transport.fabric.shm import ShmFabric
 from kvferry.transport.memory import BlockMemory
@@ -59,7 +59,7 @@ def make_pair(make_engine: MakeEngine, **options: object) -> tuple[FakeEngine, F
 
 def early_ticket(producer: FakeEngine, key: str = "t") -> dict[str, object]:
     """What a router knows before the prefill."""
-    return tickets.early_ticket(key, producer.addresses, producer.scheduler).to_params()
+    return stepping.early_ticket(key, producer.addresses, producer.scheduler).to_params()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 17])
@@ -616,7 +616,7 @@ def test_hand_offs_between_processes(make_engine: MakeEngine, transport: str) ->
 def test_a_prefill_instance_killed_in_the_middle(make_engine: MakeEngine, transport: str) -> None:
     producer = ProducerEngine("P2pConnector", transport=transport)
     consumer = make_engine("P2pConnector", "kv_consumer")
-    ticket = tickets.early_ticket("t", [producer.address], consumer.scheduler)
+    ticket = stepping.early_ticket("t", [producer.address], consumer.scheduler)
     ticket.remote_address_seal = TicketSealer(TOKEN).address_seal(ticket)
     decode = consumer.add(consumed(PROMPT, ticket.to_params()))
     consumer.step()

@@ -20,7 +20,7 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ChecksumMismatch, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
 from kvferry.core.messages.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.messages.ticket_seal import TicketSealer
-from kvferry.testing import tickets
+from kvferry.testing import stepping
 from kvferry.transport.fabric.base import FABRICS
 from kvferry.transport.fabric.shm import MEMORY, ShmFabric
 from kvferry.transport.fabric.tcp import TcpFabric
@@ -61,7 +61,7 @@ def resealed(ticket: dict[str, Any]) -> dict[str, Any]:
 
 
 def early_ticket(producer: FakeEngine, key: str = "t") -> dict[str, Any]:
-    return tickets.early_ticket(key, producer.addresses, producer.scheduler).to_params()
+    return stepping.early_ticket(key, producer.addresses, producer.scheduler).to_params()
 
 
 def until_free(engine: FakeEngine) -> None:
