@@ -13,6 +13,8 @@ from typing import Any
 
 import aiohttp
 
+from kvferry.core.percentile import percentile
+
 
 @dataclass
 class Streamed:
@@ -130,21 +132,16 @@ class MixResult:
             raise RuntimeError("no stream came to its second token")
         ttfts = [answer.ttft for answer in self.longs]
         return {
-            "itl_p50_ms": percentile(gaps, 50) * 1e3,
-            "itl_p90_ms": percentile(gaps, 90) * 1e3,
-            "itl_p99_ms": percentile(gaps, 99) * 1e3,
-            "itl_p999_ms": percentile(gaps, 99.9) * 1e3,
+            "itl_p50_ms": percentile(gaps, 0.5) * 1e3,
+            "itl_p90_ms": percentile(gaps, 0.9) * 1e3,
+            "itl_p99_ms": percentile(gaps, 0.99) * 1e3,
+            "itl_p999_ms": percentile(gaps, 0.999) * 1e3,
             "itl_max_ms": gaps[-1] * 1e3,
             "long_ttft_p50_ms": statistics.median(ttfts) * 1e3 if ttfts else float("nan"),
-            "long_ttft_p99_ms": percentile(sorted(ttfts), 99) * 1e3 if ttfts else float("nan"),
+            "long_ttft_p99_ms": percentile(sorted(ttfts), 0.99) * 1e3 if ttfts else float("nan"),
             "num_gaps": len(gaps),
             "num_longs": len(ttfts),
         }
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The `share`-th percentile of an ordered list, by the nearest rank."""
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share / 100))]
 
 
 async def run_mix(url: str, model: str, mix: Mix) -> MixResult:

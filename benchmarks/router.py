@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -49,6 +48,7 @@ import psutil
 import kvferry
 from dynamo_mockers import Mockers
 from kvferry.core.messages.continuation import PROGRESS_HEADER
+from kvferry.core.percentile import percentile
 from report import save
 
 SOURCE = Path(__file__).parent / "native" / "peer.c"
@@ -107,7 +107,7 @@ class Router:
 def percentiles(times: list[float]) -> tuple[float, float]:
     """The median and the 99th."""
     ordered = sorted(times)
-    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+    return percentile(ordered, 0.5), percentile(ordered, 0.99)
 
 
 class Peers:

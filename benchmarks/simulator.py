@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.percentile import percentile
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.traffic import Arrival, TracePrompt, faster, read_traffic
 from kvferry.sim.world import RequestSpec, World, WorldSpec
@@ -98,7 +99,8 @@ def _figures(world: World, virtual_s: float, cpu_s: list[float], memory_mib: lis
 
 
 def _spread(seconds: NDArray[np.floating[Any]]) -> dict[str, float]:
-    p50, p90, p99 = np.percentile(seconds, (50, 90, 99), method="higher").tolist()
+    ordered = sorted(seconds.tolist())
+    p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
     spread = {"p50": p50, "p90": p90, "p99": p99, "mean": float(seconds.mean())}
     return {name: round(value, 5) for name, value in spread.items()}
 

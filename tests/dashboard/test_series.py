@@ -23,7 +23,7 @@ def test_where_first_tokens_waited() -> None:
     waits = (point.queue, point.prefill, point.hand_off, point.aggregated)
     assert waits == pytest.approx((150.0, 250.0, 100.0, 150.0))
     assert sum(waits) == pytest.approx((1000.0 + 300.0) / 2)
-    assert point.ttft_p50 == pytest.approx(650.0)
+    assert point.ttft_p50 == pytest.approx(300.0)
     assert point.hits == pytest.approx(25 / 200)
 
 
@@ -48,5 +48,5 @@ def test_a_history_has_each_request_in_the_points_of_its_times() -> None:
     points = history(100.0, 10.0, 2.0, [HANDED_OFF, AGGREGATED])
     assert [point.at for point in points] == pytest.approx([92.0, 94.0, 96.0, 98.0, 100.0])
     assert [point.requests for point in points] == pytest.approx([0.0, 0.0, 0.0, 0.0, 1.0])
-    assert points[-1].ttft_p50 == pytest.approx(650.0)
+    assert points[-1].ttft_p50 == pytest.approx(300.0)
     assert history(1e6, 10.0, 2.0, [HANDED_OFF])[-1].requests == 0  # long ago

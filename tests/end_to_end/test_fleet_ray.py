@@ -299,7 +299,7 @@ def test_of_two_controllers_one_acts_and_the_other_takes_over(
 
             fleet.does("resume", NAME, "--wait-s=0")
             until(lambda: waits(0, 1), 60)
-            assert "looks after this fleet, and what is changed here" in run("fleet", "status", NAME).stdout
+            assert "looks after this fleet; changes made on this machine" in run("fleet", "status", NAME).stdout
             os.kill(pids[0], signal.SIGSTOP)
             until(lambda: acts(0), 90, lambda: fleet.log)
             assert fleet.processes() == before

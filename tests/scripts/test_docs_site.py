@@ -23,6 +23,7 @@ from kvferry.router.config import RouterConfig
 ROOT = Path(__file__).parents[2]
 INTERNAL = {"KVFERRY_HELPER_NAME", "KVFERRY_HELPER_LOG_FORMAT"}
 """Set by a process for its own helper processes."""
+_SOURCES = {".py", ".cpp", ".cu", ".h", ".toml", ".html", ".js"}
 
 
 COMMANDS = commands.commands()
@@ -119,6 +120,20 @@ def test_metrics_of_engine_and_router_are_in_the_reference() -> None:
 
 def test_every_module_of_the_reference_is_there() -> None:
     assert all(find_spec(module) for _, _, modules in api.PAGES.values() for module in modules)
+
+
+def test_every_name_in_the_description_of_the_architecture_is_in_the_code() -> None:
+    """A rename that forgets the page would leave a reader searching."""
+    sources = [path for folder in ("src", "hunts") for path in (ROOT / folder).rglob("*.*") if path.suffix in _SOURCES]
+    code = "\n".join(path.read_text() for path in sources)
+    names = {*re.findall(r"\w+", code), *(part for path in sources for part in path.relative_to(ROOT).parts)}
+    names |= {path.stem for path in sources} | {"test_borders"}
+    page = re.sub(r"```.*?```", "", (ROOT / "docs" / "architecture.md").read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"`([A-Za-z_][\w.]*)(?:\([\w, ]*\))?`", page))
+    assert len(named) > 200
+    assert sorted(name for name in named if not names.issuperset(name.split("."))) == []
+    functions = set(re.findall(r"`(?:\w+\.)*(\w+)\([\w, ]*\)`", page))
+    assert functions <= set(re.findall(r"(?:def|class) (\w+)", code))
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,8 @@ def require_json(content_type: str | None, content_encoding: str | None) -> None
 
 
 def decode_body(raw: bytes, body_type: type[Body], others: Collection[str] = ()) -> Decoded[Body]:
-    """Decode JSON into `body_type`. `others`: further fields of this API. Raises `InvalidRequest` that names the
-    field."""
+    """Decode JSON into `body_type`. `others`: names of further fields that this API accepts. Raises
+    `InvalidRequest` that names the field."""
     fields = read_fields(raw)
     ignored = ignored_fields(fields, body_type, others)
     _require_sizes(fields)
@@ -105,8 +105,8 @@ def decode_body(raw: bytes, body_type: type[Body], others: Collection[str] = ())
 
 
 def read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
-    """Read the fields of a JSON object as their JSON texts. Raises `InvalidRequest` unless it can be read in only one
-    way and in bounded time."""
+    """The fields of a JSON object, each as undecoded JSON. Raises `InvalidRequest` if the object has a field twice, or
+    is so large or deep that decoding it would take too long."""
     _require_utf8(raw)
     _require_countable(raw)
     fields: dict[str, msgspec.Raw] = {}
@@ -131,7 +131,7 @@ def read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
 
 
 def decode_value(raw: bytes) -> Any:
-    """Decode any JSON within the same bounds. Raises `InvalidRequest`."""
+    """Decode any JSON, within the same bounds as `read_fields`. Raises `InvalidRequest`."""
     _require_countable(raw)
     try:
         _require_shallow(raw)
@@ -179,17 +179,20 @@ def _require_utf8(raw: bytes) -> None:
 
 
 def _require_countable(raw: bytes) -> None:
-    """Raise `InvalidRequest` for a body with too many values, before it is decoded. They are counted by their bytes:
-    commas and brackets within strings count too, escaped quotes do not."""
+    """Raise `InvalidRequest` for a body with too many values, before it is decoded. Values are counted by their commas
+    and brackets, also within strings; escaped quotes do not count."""
     if raw.count(b",") > MAX_VALUES:
-        raise InvalidRequest(f"the body has more than {MAX_VALUES} values, the most accepted")
+        raise InvalidRequest(f"the body has more than {MAX_VALUES} values; at most that many are accepted")
     num_strings = (raw.count(b'"') - raw.count(b'\\"')) // 2
     if num_strings + raw.count(b"[") + raw.count(b"{") > MAX_STRUCTURE:
-        raise InvalidRequest(f"the body has more than {MAX_STRUCTURE} strings, arrays and objects, the most accepted")
+        raise InvalidRequest(
+            f"the body has more than {MAX_STRUCTURE} strings, arrays and objects; at most that many are accepted"
+        )
 
 
 def _require_shallow(raw: bytes) -> None:
-    """Raise `InvalidRequest` if the JSON is nested too deeply; level by level, so that no depth exhausts the stack."""
+    """Raise `InvalidRequest` if the JSON is nested too deeply. Goes level by level, so that no depth exhausts the
+    stack."""
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return
     level = [msgspec.json.decode(raw)]
@@ -218,8 +221,8 @@ def _require_sizes(fields: dict[str, msgspec.Raw]) -> None:
 def _not_json(raw: bytes, error: Exception) -> InvalidRequest:
     if _HALF_PAIR.search(raw) and (surrogate := unpaired_surrogate(raw)):
         return surrogate
-    return InvalidRequest(f"The body is not valid JSON: {error}")
+    return InvalidRequest(f"the body is not valid JSON: {error}")
 
 
 def _too_deep() -> InvalidRequest:
-    return InvalidRequest(f"The body is not acceptable JSON: it is nested too deeply, more than {MAX_DEPTH} levels")
+    return InvalidRequest(f"the body is nested too deeply: at most {MAX_DEPTH} levels are accepted")

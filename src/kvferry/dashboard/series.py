@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 
 import msgspec
 
 from kvferry.core.messages.traffic import RequestObservation
+from kvferry.core.percentile import percentile
 from kvferry.dashboard.figures import Figures, quantile
 
 
@@ -66,7 +66,7 @@ def make_point(
         waiting=num_waiting,
     )
     if firsts:
-        point.ttft_p50, point.ttft_p99 = median(firsts), firsts[min(len(firsts) - 1, int(0.99 * len(firsts)))]
+        point.ttft_p50, point.ttft_p99 = percentile(firsts, 0.5), percentile(firsts, 0.99)
         _set_ttft_parts(point, answered)
     num_tokens = sum(request.prompt_tokens for request in answered)
     if num_tokens:

@@ -13,6 +13,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import Decided
+from kvferry.core.percentile import percentile
 from kvferry.core.text import shortened
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.sim.engine import Role, SimInstance
@@ -23,11 +24,12 @@ from kvferry.sim.traffic import Arrival, TracePrompt
 from kvferry.sim.world import RequestResult, RequestSpec, World, WorldSpec
 
 _REASONS = 3
+"""Maximum number of different reasons that are shown."""
 _OF_STORES = ("stored", "loaded", "evicted")
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Percentiles in seconds, by the nearest rank; 0 without values."""
+    """Percentiles and mean, in seconds; 0 without values."""
 
     p50: float = 0.0
     p90: float = 0.0
@@ -36,21 +38,19 @@ class Percentiles(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles:
-        """The quantiles of values in any order."""
+        """The percentiles of values in any order."""
         if not values:
             return cls()
         ordered = sorted(values)
-
-        def at(share: float) -> float:
-            return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
-
-        return cls(at(0.5), at(0.9), at(0.99), sum(ordered) / len(ordered))
+        p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
+        return cls(p50, p90, p99, sum(ordered) / len(ordered))
 
 
 class RoleFigures(msgspec.Struct, frozen=True):
-    """The instances of one role. `instances`, `fewest`: max and min number at a time; `instance_s`: their total
-    seconds, including start and drain; `busy`: share of it in which they computed; `kv_mean`, `kv_peak`: share of their
-    KV caches in use, by requests or held for peers; `prefix_hits`: hit share of the prefix cache, in tokens."""
+    """The instances of one role. `instances`, `fewest`: maximum and minimum number at a time. `instance_s`: their total
+    seconds, including start and drain. `busy`: share of these seconds in which they computed. `kv_mean`, `kv_peak`:
+    share of their KV caches that requests used or that was held for peers. `prefix_hits`: share of the looked up tokens
+    that were in the prefix cache."""
 
     instances: int
     fewest: int
@@ -63,10 +63,10 @@ class RoleFigures(msgspec.Struct, frozen=True):
 
 
 class ReplayFigures(msgspec.Struct, frozen=True):
-    """The results of a trace. Times in seconds, of completely answered requests; `within`: the share of all requests
-    that were answered completely and met the targets; `goodput`: number of these per second; `instance_s`: total
-    seconds of instances, from the first arrival to the last end; `most_instances`: max number of instances of all
-    roles."""
+    """The results of a trace. Latencies, in seconds, are of completely answered requests. `within`: share of all
+    requests that were answered completely and met the targets; `goodput`: number of these requests per second;
+    `instance_s`: total seconds of instances, from the beginning of the replayed trace to the last end;
+    `most_instances`: maximum number of instances of all roles together at a time."""
 
     requests: int
     complete: int
@@ -83,7 +83,7 @@ class ReplayFigures(msgspec.Struct, frozen=True):
     instance_s: float
     most_instances: int
     decisions: list[Decided]
-    """Decisions of `[scale]`, as routers show them; `at`: seconds since the first arrival."""
+    """Decisions of `[scale]`, as routers show them; `at`: seconds since the beginning of the replayed trace."""
     digest: str
     stores: dict[str, int]
     """Blocks that all instances have `stored` in their stores, `loaded` from them, and `evicted`."""
@@ -105,8 +105,9 @@ class CompletedRequest:
 
 @dataclass
 class _RoleUse:
-    """Measurements of one role. `kv_total`, `kv_peak`: usage of the KV caches, over `num_samples` samples of an
-    instance; `counted`: counters of all instances while they had this role."""
+    """Measurements of one role. `kv_total`, `kv_peak`: sum and maximum of the used share of a KV cache, over
+    `num_samples` samples, each of one instance; `counted`: sums of the counters of all instances while they had this
+    role."""
 
     min_instances: int
     max_instances: int = 0
@@ -117,13 +118,13 @@ class _RoleUse:
     counted: dict[str, float] = field(default_factory=dict)
 
     def note(self, number: int, for_s: float) -> None:
-        """Record the number of instances for a time."""
+        """Record that there were `number` instances for `for_s` seconds."""
         self.min_instances = min(self.min_instances, number)
         self.max_instances = max(self.max_instances, number)
         self.instance_s += number * for_s
 
     def note_kv(self, share: float) -> None:
-        """Record a sample of one instance's KV cache usage."""
+        """Record a sample: the used share of one instance's KV cache."""
         self.num_samples += 1
         self.kv_total += share
         self.kv_peak = max(self.kv_peak, share)
@@ -144,8 +145,9 @@ class _RoleUse:
 
 
 class TraceReplay:
-    """One run of a trace. `fleet`: its controller starts and reconciles it; None: the instances of `spec` run all the
-    time. `on_sample`: called with the world ten times a virtual second, and may change the fleet's spec."""
+    """One run of a trace. `fleet`: a fleet whose controller starts and scales the instances; None: the instances of
+    `spec` run all the time. `on_sample`: called with the world ten times per virtual second; it may change the fleet's
+    spec."""
 
     sample_interval_s = 0.1
     """Virtual seconds between two samples of the KV cache usage, and between two reports of progress."""
@@ -164,13 +166,13 @@ class TraceReplay:
         self._roles: dict[Role, _RoleUse] = {}
         self._max_instances = 0
         self._before: dict[SimProcess, dict[str, float]] = {}
-        """Each process's counters when they were last added to its role's."""
+        """The counters of each process when they were last added to the sums of its role."""
         self.answered: list[CompletedRequest] = []
         self.gaps_s: Sequence[float] = ()
 
     def run(self, targets: Targets, on_progress: Callable[[float], None] = lambda _: None) -> ReplayFigures:
-        """Run the trace. `on_progress` gets the share of ended requests. Raises `ConfigError` if the fleet does not
-        become ready."""
+        """Run the trace. `on_progress`: called with the share of requests that have ended. Raises `ConfigError` if the
+        fleet does not become ready."""
         world = self._world()
         with world.running():
             first_s = world.simulation.now
@@ -201,8 +203,8 @@ class TraceReplay:
             within=met / len(results),
             goodput=met / duration_s,
             hand_offs=self._counted("hand_offs"),
-            roles={role: result.figures() for role, result in self._roles.items()},
-            instance_s=sum(result.instance_s for result in self._roles.values()),
+            roles={role: role_use.figures() for role, role_use in self._roles.items()},
+            instance_s=sum(role_use.instance_s for role_use in self._roles.values()),
             most_instances=self._max_instances,
             decisions=decisions,
             digest=world.simulation.log.digest(),
@@ -240,7 +242,7 @@ class TraceReplay:
     def _sample(self, world: World, for_s: float) -> None:
         numbers = Counter[Role](instance.role for instance in world.instances)
         self._max_instances = max(self._max_instances, numbers.total())
-        for role in (*numbers, *(instance for instance in self._roles if instance not in numbers)):
+        for role in {**numbers, **self._roles}:
             self._role(role, numbers[role]).note(numbers[role], for_s)
         for instance in world.instances:
             if instance.engine is not None:
@@ -250,7 +252,7 @@ class TraceReplay:
         return self._roles.setdefault(role, _RoleUse(min_instances=number))
 
     def _count(self, instance: SimInstance) -> None:
-        """Add an instance's counters since the last call to its role's."""
+        """Add the growth of an instance's counters since the last call to the sums of its role."""
         if instance.engine is None or instance.executor is None:
             return
         figures = instance.engine.statistics()
@@ -286,7 +288,7 @@ def _decisions(world: World, first_s: float) -> list[Decided]:
 
 
 def _counted(figures: Mapping[str, float], name: str) -> int:
-    """A connector's counter; the sum over several connectors."""
+    """A counter of the connector; of several connectors, the sum of their counters."""
     return int(sum(value for metric, value in figures.items() if metric.lstrip("0123456789_") == name))
 
 
@@ -296,4 +298,4 @@ def _reasons(results: Sequence[RequestResult]) -> dict[str, int]:
         if result.outcome != "complete":
             reason = f"{result.outcome or 'never ended'} {result.status or ''} {shortened(result.why, 200)}".strip()
             counts[reason] = counts.get(reason, 0) + 1
-    return dict(sorted(counts.items(), key=lambda result: -result[1])[:_REASONS])
+    return dict(sorted(counts.items(), key=lambda item: -item[1])[:_REASONS])

@@ -200,12 +200,14 @@ def test_what_cannot_be_is_one_line(model_maker: ModelMaker, tmp_path: Path, doc
         ([document, "--url", "http://127.0.0.1:1", "--store", "file:/x"], "--store is for an engine"),
         ([document, "--model", "m"], "one of them"),
         ([document, "--model", "m", "--store", "memry:1GiB"], "did you mean"),
-        ([document, "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
         ([document, "--url", "http://127.0.0.1:1", "--admin-key", "a\nb"], "a line break"),
         (["--urk", document], "neither a flag"),
         (["-", "-", "--url", "http://127.0.0.1:1"], "only once"),
     ):
         assert said in warm(*arguments, code=2)[0]["error"]
+    unreached = run("cache", "warm", str(document), "--url", "http://127.0.0.1:1")
+    assert unreached.returncode == 1
+    assert "127.0.0.1:1" in unreached.stderr
     with instance(model_maker("llama"), tmp_path / "log", None) as running:
         assert "no connector that keeps KV" in warm(document, "--url", running.url, code=1)[0]["error"]
 

@@ -74,7 +74,7 @@ def test_no_registration_without_a_token(
 
 
 def test_a_router_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fleet", "list", "--router", "http://127.0.0.1:9"]) == 2
+    assert main(["fleet", "list", "--router", "http://127.0.0.1:9"]) == 1
     assert "the router at http://127.0.0.1:9 did not answer" in capsys.readouterr().err
 
 

@@ -50,14 +50,16 @@ def test_p_and_d_of_its_own_and_a_simulation_with_what_they_take(model_maker: Mo
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "said", "code"),
     [
-        (["http://127.0.0.1:9"], "127.0.0.1:9"),
-        (["m", "--write", "/nowhere/times.json"], "--write /nowhere/times.json: there is no folder /nowhere"),
-        (["nowhere/model"], "nowhere/model"),
+        (["http://127.0.0.1:9"], "127.0.0.1:9", 1),
+        (["m", "--write", "/nowhere/times.json"], "--write /nowhere/times.json: there is no folder /nowhere", 2),
+        (["nowhere/model"], "nowhere/model", 2),
     ],
 )
-def test_what_cannot_be_measured(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", *arguments]) == 2
+def test_what_cannot_be_measured(
+    arguments: list[str], said: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", *arguments]) == code
     told = capsys.readouterr().err
     assert said in told.splitlines()[-1]

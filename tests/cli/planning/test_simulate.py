@@ -240,7 +240,7 @@ def test_requests_that_are_a_year_apart_are_refused(
         (("[engine]", '[engine]\nkind = "vllm"'), [], "engine.kv_cache_memory is of kvferry's own engine"),
         (("count = 2", "count = 2048"), [], "the spec has 2049 instances; at most 2048 are simulated"),
         (("count = 2", "count = 1100\nkv_cache_memory = '250GiB'"), [], "blocks, .* use fewer instances"),
-        (("256MiB", "1000TiB"), [], "4194304 can be simulated: set a smaller --kv-ca"),
+        (("256MiB", "1000TiB"), [], "at most 4194304 are simulated: set a smaller --kv-ca"),
         (("[engine]", '[engine]\nconnector = ["NixlConnector"]'), [], "NixlConnector is not simulated"),
         (('disaggregate_from = "0"', "tls_cert = 'cert.pem'"), [], "TLS is not simulated: leave out --tls-cert"),
         (

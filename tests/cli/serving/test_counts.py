@@ -38,10 +38,10 @@ def test_one_of_each_where_there_are_two_devices(engine: str) -> None:
 
 
 def test_it_says_why_and_how_to_choose_otherwise() -> None:
-    assert drawn(GPUS)[2] == "One prefill (P) and one decode (D) instance for two GPUs; --prefill 0: one."
-    assert drawn(CORES)[2] == "One prefill (P) and one decode (D) instance for 4 cores; --prefill 0: one."
+    assert drawn(GPUS)[2] == "One prefill (P) and one decode (D) instance for two GPUs; --prefill 0 for one."
+    assert drawn(CORES)[2] == "One prefill (P) and one decode (D) instance for 4 cores; --prefill 0 for one."
     one = drawn(Devices(16, 1))[2]
-    assert one == "One instance for one GPU; --prefill 1: prefill (P) and decode (D) apart."
+    assert one == "One instance for one GPU; --prefill 1 separates prefill (P) and decode (D)."
     assert max(map(len, (one, drawn(Devices(128))[2]))) <= 80
 
 

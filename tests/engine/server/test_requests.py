@@ -417,7 +417,7 @@ async def test_tools_that_are_never_called_are_told_of(asker: Asker, caplog: pyt
     endpoint._log_once.cache_clear()
     body = {**ROUTES["/v1/chat/completions"], "tools": [{"type": "function", "function": {"name": "f"}}]}
     for fields, warning in (
-        ({}, "tools: no parser of this model's calls is known"),
+        ({}, "tools: no parser of this model's tool calls is known"),
         ({"tool_choice": "auto", "store": True}, "fields without effect: store; tools: no parser"),
         ({"tool_choice": "none"}, ""),
         ({"tools": []}, ""),
@@ -428,7 +428,7 @@ async def test_tools_that_are_never_called_are_told_of(asker: Asker, caplog: pyt
             assert told.startswith(warning)
             assert bool(told) == bool(warning)
     assert [record.message for record in caplog.records if "has tools" in record.message] == [
-        "a request has tools: no parser of this model's calls is known, and what it writes stays text in content."
+        "a request has tools: no parser of this model's tool calls is known; calls that it writes stay text in content."
         " --tool-call-parser names one"
     ]
 

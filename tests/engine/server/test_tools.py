@@ -532,7 +532,7 @@ async def test_a_thought_has_a_budget() -> None:
         assert asker.engine.requests[-1].sampling.structured_outputs is None
     async with asking("hi", reasoning_parser="gpt_oss") as asker:
         error = await asker.post({**BODY, "thinking_token_budget": 5}, 400)
-        assert "the same two texts" in error["message"]
+        assert "a fixed text at its beginning" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ async def test_a_spec_is_followed_and_a_wrong_one_is_not(tmp_path: Path, caplog:
         (tmp_path / "chat.toml").write_text("name = 3")
         await made.look()
         assert told(routers)[0].desired == {"prefill": 2, "decode": 4}  # type: ignore[union-attr]
-        assert "what was wanted before stays in force" in caplog.text
+        assert "the previous spec stays in force" in caplog.text
 
 
 async def test_a_recommendation_only_begins_with_those_that_are_there(tmp_path: Path) -> None:

@@ -56,6 +56,13 @@ def test_cores_wrongly_written(text: str) -> None:
         parse_cores(text, range(8))
 
 
+def test_an_empty_range_is_named() -> None:
+    with pytest.raises(ConfigError, match="'3-1' is an empty range; write the lower number first"):
+        parse_cores("0, 3-1", range(8))
+    with pytest.raises(ConfigError, match="core 99 cannot be used; this process may use 0, 1"):
+        parse_cores("0,99", range(2))
+
+
 def test_threads_follow_cores() -> None:
     assert thread_variables(3)["OMP_NUM_THREADS"] == "3"
     assert thread_variables(0)["MKL_NUM_THREADS"] == "1"

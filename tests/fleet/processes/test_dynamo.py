@@ -65,7 +65,7 @@ def test_what_cannot_be_started_is_refused(dynamo: Path) -> None:
     wrong: tuple[tuple[tuple[str, ...], dict[str, Any], str], ...] = (
         (("--disaggregation-mode=decode",), {}, "--disaggregation-mode after -- is set by kvferry"),
         (("--endpoint", "dyn://a.b.c"), {}, "--endpoint after -- is set by kvferry"),
-        ((), {"python": "without_kvferry"}, "install it in the environment"),
+        ((), {"python": "without_kvferry"}, "install kvferry in the environment"),
         ((), {"names": ("a", "b")}, "has one name"),
     )
     for arguments, changes, complaint in wrong:

@@ -39,7 +39,7 @@ def test_ports_follow_one_another() -> None:
         ({"prefill": 0, "decode": 2}, "--prefill 0 with --decode 2"),
         ({"prefill": 2, "decode": 0}, "--decode 0 with --prefill 2"),
         ({"prefill": 200, "decode": 100}, "300 instances on this machine; at most 256"),
-        ({"prefill": 1, "decode": 1, "instance_ports": 65535}, "--instance-ports must be between"),
+        ({"prefill": 1, "decode": 1, "instance_ports": 65535}, "the last instance.s port would be"),
         ({"prefill": -1}, "--prefill"),
     ],
 )

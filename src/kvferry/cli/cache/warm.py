@@ -22,7 +22,7 @@ from kvferry.cli.cache.warming import Outcome, Server, find_instances, warm_all
 from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
 from kvferry.cli.flags import complete
 from kvferry.cli.serving.alongside import ENDPOINT, run_alongside
-from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.errors import ConfigError
 from kvferry.core.keys import http_secret
 from kvferry.core.runtime.threads import run_async
 from kvferry.core.settings.bounds import SECONDS
@@ -50,7 +50,7 @@ class Warm:
     """With --model: where to keep the KV, such as file:/path; repeat it for tiers, the fastest first."""
 
     kv_transfer_config: str | None = None
-    """With --model, instead of --store: the JSON of the instances that serve."""
+    """With --model, instead of --store: the --kv-transfer-config of the instances that will use the KV."""
 
     pin: bool = True
     """Protect the blocks from eviction until --unpin; --no-pin lets them be evicted."""
@@ -68,7 +68,7 @@ class Warm:
     """Certificate authorities (PEM) of https:// URLs. Default: the system's authorities."""
 
     timeout_s: float = 3600.0
-    """Most seconds for one document."""
+    """Maximum seconds for one document."""
 
 
 WarmFlags = Annotated[Warm, Parameter(name="*")]
@@ -104,7 +104,7 @@ def warm(
           --store file:/var/lib/kvferry
 
     Blocks that are already there are not computed again; --unpin lets them be evicted again. Exit code 1 if a document
-    is not kept completely.
+    is not kept completely, or the server does not answer.
     """
     if not documents:
         raise ConfigError("kvferry cache warm: name the documents, or - for standard input")
@@ -119,10 +119,6 @@ def warm(
             run_async(warm_up(what.url))
         else:
             run_async(run_alongside("warm", _fleet_settings(what, engine, logs), lambda urls: warm_up(urls[ENDPOINT])))
-    except ConfigError:
-        raise
-    except KvferryError as error:
-        raise ConfigError(str(error)) from error
     finally:
         report.close()
     return report.print()
@@ -131,7 +127,7 @@ def warm(
 def _require_no_engine_flags(what: Warm) -> None:
     for name, value in (("model", what.model), ("store", what.store), ("kv-transfer-config", what.kv_transfer_config)):
         if value:
-            raise ConfigError(f"--{name} is for an engine that is started here; leave it out, or leave out --url")
+            raise ConfigError(f"--{name} is for an engine that this command starts; leave it out, or leave out --url")
 
 
 WarmUp = Callable[[str], Coroutine[Any, Any, None]]
@@ -185,7 +181,7 @@ def _fleet_settings(what: Warm, engine: Any, log: LogConfig) -> FleetSettings:
 
 @dataclass
 class _Report:
-    """Shows bars meanwhile, if standard error is a terminal, and a table at the end."""
+    """Shows progress bars while documents are computed, if standard error is a terminal, and a table at the end."""
 
     as_json: bool
     outcomes: list[Outcome] = field(default_factory=list)

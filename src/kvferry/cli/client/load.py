@@ -1,4 +1,4 @@
-"""An open-loop load: requests are sent at their times, whatever has become of those before."""
+"""An open-loop load: each request is sent at its time, whether or not earlier requests have been answered."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 from kvferry.cli.client.stream import COMPLETIONS_PATH, OpenAIClient, Reply, ServedModel
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.percentile import percentile
 from kvferry.core.runtime.tasks import BackgroundTasks
 from kvferry.http.headers import RawHeaders
 from kvferry.sim.targets import Targets
 from kvferry.sim.traffic import Arrival, TracePrompt
 
 AGGREGATED: RawHeaders = [(b"x-kvferry-aggregate", b"1")]
+"""Has the router serve a request on one instance, without a hand-off."""
 _POOL_TEXT = (
     "The quick brown fox jumps over the lazy dog while seven wise owls count stars above the quiet harbour, and every"
     " traveller who crosses the river at dawn pays the old ferryman with a story, a song or a small silver coin."
@@ -25,8 +27,8 @@ _POOL_TEXT = (
 
 @dataclass(frozen=True)
 class Sent:
-    """One request of the load and its outcome. `late_s`: how long after its time it was sent; `reply`: None if it
-    failed, as `error` says."""
+    """One request of the load and its outcome. `late_s`: seconds after its time at which it was sent; `reply`: None if
+    it failed or was not sent, for the reason in `error`."""
 
     arrival: Arrival
     late_s: float
@@ -49,7 +51,8 @@ class LoadResult:
         ]
 
     def figures(self, targets: Targets) -> dict[str, Any]:
-        """All figures, times in ms. `goodput`: answers within the targets a second; `share`: of all requests."""
+        """The results, with times in ms but for `seconds`, the duration of the load. `within_targets`: share of all
+        requests whose answers were complete within the targets; `goodput`: the number of these answers a second."""
         replies = self.answered
         within = sum(
             targets.met_by(reply.ttft_s or 0.0, reply.end_s - reply.begun_s, max(1, reply.num_tokens))
@@ -77,7 +80,7 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
     if not ordered:
         return None
     points = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-    return {name: 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in points.items()}
+    return {name: 1000 * percentile(ordered, share) for name, share in points.items()}
 
 
 def poisson(rate: float, seconds: float, prompt_tokens: int, answer_tokens: int, seed: int) -> list[Arrival]:
@@ -89,26 +92,30 @@ def poisson(rate: float, seconds: float, prompt_tokens: int, answer_tokens: int,
 
 
 class OpenLoop:
-    """Sends a trace to one server. The tokens of its prompts are the server's own tokens of an English text, drawn with
-    `seed`; prompts that share blocks in the trace share them here."""
+    """Sends a trace to one server. Its prompts consist of the server's tokens of an English text, in an order drawn
+    with `seed`. Prompts that share blocks in the trace share their first tokens."""
 
     min_pool = 8
     max_open = 4096
-    """Requests that are under way at one time; at more, the server is lost anyway, and further ones fail at once."""
+    """Maximum number of requests under way: with more, the server is overloaded anyway, and further requests fail at
+    once."""
 
     def __init__(self, client: OpenAIClient, model: ServedModel, seed: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._client, self._model, self._seed, self._clock = client, model, seed, clock
         self._pool: list[int] = []
 
     async def prepare(self) -> None:
-        """Ask the server for tokens, and answer one request before it counts. Raises `KvferryError`."""
+        """Get the tokens of a text from the server, and send one request that does not count. Raises
+        `KvferryError`."""
         try:
             tokens = (await self._client.post("/tokenize", {"model": self._model.name, "prompt": _POOL_TEXT}))["tokens"]
             self._pool = sorted({int(token) for token in tokens})
         except (KvferryError, KeyError, TypeError, ValueError):
             self._pool = []
         if self._pool and len(self._pool) < self.min_pool:
-            raise ConfigError(f"{self._client.origin}: /tokenize has too few tokens of an English text")
+            raise ConfigError(
+                f"{self._client.origin}: /tokenize gives fewer than {self.min_pool} different tokens for a text"
+            )
         await self._client.stream(COMPLETIONS_PATH, self._body(Arrival(0.0, 16, 2), -1))
 
     async def run(

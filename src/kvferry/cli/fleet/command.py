@@ -1,4 +1,4 @@
-"""`kvferry fleet …`: which instances are behind a running router, changed while it serves."""
+"""`kvferry fleet …`: shows and changes the instances behind a running router, while it serves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.cli.fleet.controllers import control
 from kvferry.cli.fleet.life import COMMANDS
 from kvferry.cli.router_address import RouterAddress
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.errors import ConfigError, KvferryError, PeerLost
 from kvferry.core.keys import http_secret
 from kvferry.core.runtime.threads import run_async
 from kvferry.core.settings.bounds import PORT, SECONDS_OR_ZERO
@@ -68,7 +68,7 @@ Answer = TypeVar("Answer")
 
 
 class _NotThere(ConfigError):
-    """The router knows no such instance."""
+    """The router has no such instance."""
 
 
 app = App(
@@ -129,7 +129,7 @@ def drain(
     wait_s: Annotated[float, Parameter(help="Seconds to wait until the instance is drained.")] = 0.0,
     where: WhereFlags = _HERE,
 ) -> int:
-    """Send an instance no new requests. With --wait-s, wait until none runs there and no ticket is outstanding; exit
+    """Send an instance no new requests. With --wait-s, wait until it has no running requests and no open tickets; exit
     code 1 if that takes longer."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
     deadline = SYSTEM_CLOCK.monotonic() + wait_s
@@ -139,7 +139,7 @@ def drain(
         try:
             answer = ask(where, "POST", f"{_PATH}/drain", _Changed, {"instance": answer.name})
         except _NotThere:
-            answer.drained = True  # one that leaves by itself is forgotten as soon as it is drained
+            answer.drained = True  # the router forgets an instance that leaves by itself as soon as it is drained
     _print_change(answer, "drained" if answer.drained else "draining")
     return 0 if answer.drained or not wait_s else 1
 
@@ -151,7 +151,7 @@ def remove(
     force: Annotated[bool, Parameter(help="Remove it even if it is not drained.")] = False,
     where: WhereFlags = _HERE,
 ) -> int:
-    """Remove an instance that is drained; with --force, one that is not."""
+    """Remove a drained instance; with --force, also one that is not drained."""
     return _print_change(
         ask(where, "POST", f"{_PATH}/remove", _Changed, {"instance": instance, "force": force}), "removed"
     )
@@ -169,14 +169,17 @@ def _print_change(answer: _Changed, what: str) -> int:
 
 
 def ask(where: RouterAddress, method: str, path: str, answer_type: type[Answer], body: object = None) -> Answer:
-    """The router's answer. Raises `ConfigError` if there is none, it is an error, or it is not a router's."""
+    """The router's answer. Raises `PeerLost` if it does not answer, `ConfigError` if the answer is an error, or not a
+    router's."""
     router = Origin.parse(where.router, "--router")
     try:
         status, content = run_async(_exchange(router, where, method, path, body))
     except ConfigError:
         raise
-    except (KvferryError, ValueError) as error:
-        raise ConfigError(f"the router at {router} did not answer: {error}") from error
+    except KvferryError as error:
+        raise PeerLost(f"the router at {router} did not answer: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"the router at {router} cannot be asked: {error}") from error
     if status != 200:
         kind = _NotThere if status == 404 else ConfigError
         raise kind(f"the router answered {status}: {_KEY if status == 401 else _message(content)}")

@@ -1,4 +1,4 @@
-"""`kvferry calibrate`: how long a model's steps take on this machine, and its stores for the model's blocks, for the
+"""`kvferry calibrate`: measures how long a model's steps take on this machine, and the times of its stores, for the
 simulator."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvferry.connectors.kv_store.loader import BATCH_BLOCKS
 from kvferry.core import entropy
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import ConfigError, KvferryError, Unavailable
+from kvferry.core.errors import ConfigError, Unavailable
 from kvferry.core.keys import http_secret
 from kvferry.core.runtime.threads import run_async
 from kvferry.core.settings.bounds import Bounds
@@ -46,10 +46,11 @@ from kvferry.store.media.file import FileOptions
 from kvferry.store.table import find_store
 
 HANDED_OVER = 64
-"""During a calibration, prompts of at least this many tokens are handed off; shorter ones show a router's cost."""
+"""During a calibration, prompts of at least this number of tokens are handed off; shorter prompts measure the router's
+cost."""
 ROUNDS = Bounds(1, 1000)
 UNKNOWN_START_S = 5.0
-"""Assumed for an instance that was already running, whose start could not be measured."""
+"""Start time in seconds that is assumed for an instance that already ran, so that its start could not be measured."""
 _NAME = "calibrated"
 
 _MAX_STORE_BYTES = 256 * 2**20
@@ -75,12 +76,12 @@ def calibrate(
 ) -> int:
     """Measure how long steps, hand-offs, stores and the start of an instance take, and write them for the simulator.
 
-    Takes about three minutes with a small model. Nothing else should run on the machine meanwhile:
+    Takes about three minutes with a small model. Nothing else should run on the machine during this time:
 
         kvferry calibrate kvferry/tiny-python --write times.json
 
-    An instance that runs already is measured without hand-offs and stores, and beside whatever it does now. The flags
-    of the engine then say how it was started:
+    An instance that runs already is measured without hand-offs and stores, and under its current load. Give the flags
+    of the engine with which it was started:
 
         kvferry calibrate http://10.0.0.3:8001 --max-num-batched-tokens 1024
     """
@@ -92,16 +93,11 @@ def calibrate(
         raise ConfigError(f"--store-folder {folder}: there is no such folder")
     logs = complete(LogConfig, log)
     set_up_logging(logs, "calibrate")
-    try:
-        if model.startswith(("http://", "https://")):
-            times = run_async(_running(model.rstrip("/"), complete(EngineConfig, engine, model=model), seed, rounds))
-        else:
-            times = _started(complete(EngineConfig, engine, model=model), logs, seed, rounds)
-            times = msgspec.structs.replace(times, store=run_async(_measure_stores(times.kv, folder)))
-    except ConfigError:
-        raise
-    except KvferryError as error:
-        raise ConfigError(str(error)) from error
+    if model.startswith(("http://", "https://")):
+        times = run_async(_running(model.rstrip("/"), complete(EngineConfig, engine, model=model), seed, rounds))
+    else:
+        times = _started(complete(EngineConfig, engine, model=model), logs, seed, rounds)
+        times = msgspec.structs.replace(times, store=run_async(_measure_stores(times.kv, folder)))
     write_times(write, times)
     Console(highlight=False).print(in_words(times, write), soft_wrap=True)
     return 0
@@ -141,7 +137,7 @@ def _started(engine: EngineConfig, log: LogConfig, seed: int, rounds: int) -> Ma
         engine=engine,
         instance=InstanceSpec(served_model_name=(_NAME,)),
         router=RouterConfig(disaggregate_from=str(HANDED_OVER)),
-        listen=Listen(port=0, grace_s=0.0),  # the only client is this command, which no longer waits for answers
+        listen=Listen(port=0, grace_s=0.0),  # this command is the only client, and it no longer waits for answers
         log=log,
     )
     check_before_start(
@@ -204,8 +200,8 @@ async def _measured(
 
 
 async def _measure_stores(kv: KVSize, folder: Path) -> StoreTimes:
-    """Put blocks into files of a new folder in `folder` and into shared memory, and get them again. What is read is
-    what the system's page cache has, if there is memory for it. Raises `ConfigError`, `StoreError`."""
+    """Put blocks into files of a new folder in `folder` and into shared memory, and get them again. The files are read
+    from the system's page cache, if there is memory for them. Raises `ConfigError`, `StoreError`."""
     name = entropy.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="kvferry-calibrate-", dir=folder) as files:
         file = await _measure_medium(lambda num_blocks: f"file:{files}", kv, threads=FileOptions().threads)
@@ -214,7 +210,7 @@ async def _measure_stores(kv: KVSize, folder: Path) -> StoreTimes:
 
 
 async def _measure_medium(url: Callable[[int], str], kv: KVSize, *, threads: int) -> MediumTimes:
-    """`threads`: how many read a batch at the same time."""
+    """`threads`: number of threads that read a batch at the same time."""
     half = max(1, kv.token_bytes // kv.num_layers // 4)
     batch = max(1, min(BATCH_BLOCKS, _MAX_STORE_BYTES // 2 // (kv.token_bytes * kv.block_size)))
     tiny = await _with_store(

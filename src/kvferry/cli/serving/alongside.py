@@ -1,4 +1,4 @@
-"""A fleet that is started for one job, and stopped when that is done."""
+"""Runs a fleet for one job, and stops the fleet when the job is done."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Job = Callable[[Mapping[str, str]], Coroutine[Any, Any, None]]
 
 
 async def run_alongside(name: str, settings: FleetSettings, job: Job) -> None:
-    """Run a fleet and a job of command `name` beside it, which begins when the fleet is up; whichever is done ends the
-    other. Raises what the job raises, and `Unavailable` if the fleet ends first."""
+    """Run a fleet and a job of command `name`. The job begins when the fleet is up. When one of them ends, the other
+    one is ended. Raises the exceptions of the job, and `Unavailable` if the fleet ends first."""
     display = open_display(settings.log, summary_of(name, settings.listen, settings.access, has_block=False), name)
     try:
         await _run(fleet_of(name, settings), settings.listen.grace_s, job, display)
@@ -38,7 +38,7 @@ async def run_alongside(name: str, settings: FleetSettings, job: Job) -> None:
 
 
 async def _run(desired: DesiredFleet, grace_s: float, job: Job, display: Display) -> None:
-    DigestCache()  # logs what is wrong with it, if anything
+    DigestCache()  # logs problems with it once, for all processes
     up: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
     token = fleet_token()
     watched = _Watched(display, up)
@@ -53,7 +53,7 @@ async def _run(desired: DesiredFleet, grace_s: float, job: Job, display: Display
     working = asyncio.create_task(_run_when_up(up, job))
     try:
         await asyncio.wait([serving, working], return_when=asyncio.FIRST_COMPLETED)
-        if fleet.stop_requested or not working.done():  # instances that end let a job fail
+        if fleet.stop_requested or not working.done():  # the job fails because the instances have ended
             if await serving in (0, 130):
                 raise KeyboardInterrupt
             raise Unavailable(watched.reason or "the engine exited; --verbose shows its log")
@@ -69,8 +69,8 @@ async def _run_when_up(up: asyncio.Future[Mapping[str, str]], job: Job) -> None:
 
 
 class _Watched:
-    """A display that also sets `up` when the fleet is up, and stays open when it has ended. `reason`: the error that
-    ended it, empty for none."""
+    """A display that also sets `up` when the fleet is up, and stays open after the fleet has ended. `reason`: the error
+    that ended the fleet; empty: there was none."""
 
     def __init__(self, inner: Display, up: asyncio.Future[Mapping[str, str]]) -> None:
         self._inner, self._up = inner, up

@@ -38,7 +38,7 @@ EXIT_FAILED = 1
 EXIT_KILLED = 130
 
 _SHARED_BYTES = 4 * 2**20
-"""More than a few processes write to their folder before they serve."""
+"""Minimum free bytes for the folder: more than processes write before they serve."""
 
 MakeRecipe = Callable[[DesiredFleet], Recipe]
 
@@ -55,8 +55,9 @@ async def controlling(
     waits: bool = True,
     follows: bool = False,
 ) -> AsyncIterator[Controller]:
-    """A controller in this process, as each command has it. `on_signal` is called with SIGTERM and the like; the other
-    parameters are the controller's. At the end, the members are released, and another controller may act."""
+    """A controller in this process, as all commands use it. `on_signal`: called with the number of a signal that ends
+    the process; the other parameters are those that `Controller` has. At the end, the members are released, and another
+    controller may lead."""
     loop, numbers = asyncio.get_running_loop(), shutdown_signals()
     async with RouterClient(backend.context.token) as front:
         controller = Controller(
@@ -82,8 +83,8 @@ async def controlling(
 
 
 class AttendedFleet:
-    """Runs one fleet, once, in a private temporary folder. `grace_s`: between SIGTERM and SIGKILL, for the routers and
-    again for the instances; a process is killed `end_margin_s` after it."""
+    """Runs one fleet, once, in a private temporary folder. `grace_s`: seconds for running requests after SIGTERM, first
+    in the routers and then in the instances. A process is killed `end_margin_s` after this time."""
 
     def __init__(
         self,
@@ -105,8 +106,8 @@ class AttendedFleet:
         self._is_aborting = False
 
     async def run(self) -> int:
-        """Serve until the end; returns the exit code. Call it in the main thread. Raises `ConfigError` if the fleet
-        cannot be run here."""
+        """Serve until the fleet ends. Returns the exit code. Call this in the main thread. Raises `ConfigError` if the
+        fleet cannot be run here."""
         try:
             remove_leftovers()
             if self._fleet.backend.kind == "local":
@@ -119,19 +120,19 @@ class AttendedFleet:
             self._display.close()
 
     def stop(self) -> None:
-        """End everything, as SIGTERM does. Call it from the loop that `run` is on."""
+        """End the fleet, as SIGTERM does. Call this on the event loop of `run`."""
         self._stop_requested = ShutdownRequested()
         if self._controller is not None:
             self._controller.end(self._stop_requested)
 
     @property
     def stop_requested(self) -> bool:
-        """True if a signal, or `stop`, has requested its end."""
+        """True if a signal or `stop` has requested the end."""
         return self._stop_requested is not None
 
     @property
     def hangs(self) -> bool:
-        """True if a process is left after `run` that does not end."""
+        """True if a process that does not end is left after `run`."""
         return self._backend is not None and self._backend.hangs
 
     async def _run(self, folder: Path) -> int:
@@ -210,7 +211,8 @@ def run_attended(
     log: LogConfig,
     summary: ServeSummary,
 ) -> int:
-    """Run a fleet until SIGINT or SIGTERM, and end all of it; returns the exit code. Raises `ConfigError`."""
+    """Run a fleet until SIGINT or SIGTERM, and then end all its processes. Returns the exit code. Raises
+    `ConfigError`."""
     display: Display
     if ready_fd is None:
         display = open_display(log, summary)
@@ -226,7 +228,7 @@ def run_attended(
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process without waiting for its threads, of which a library's could hang or abort it."""
+    """End this process without waiting for its threads: a thread of a library could hang, or abort the process."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

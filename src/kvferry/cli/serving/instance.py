@@ -139,7 +139,7 @@ def _run_server(
     access: HttpAccess,
     ready_fd: int | None,
 ) -> int:
-    """Run one server of vLLM's or SGLang's as a fleet of one, without a router."""
+    """Run one server of vLLM or SGLang, as a fleet of one instance without a router."""
     refuse_own_flags(engine, choice.engine)
     fleet = DesiredFleet(
         name=choice.engine,

@@ -1,4 +1,4 @@
-"""`kvferry picker`: the router's choice for a gateway that sends the requests itself."""
+"""`kvferry picker`: gives the router's choice to a gateway that sends the requests itself."""
 
 from __future__ import annotations
 

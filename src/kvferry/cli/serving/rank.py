@@ -21,8 +21,8 @@ RankAddress = Annotated[str, Parameter(help="What the instance was given as --ra
 def rank(address: RankAddress, /, *, log: LogFlags = LOG, ready_fd: ReadyFd = None) -> int:
     """Start one further rank of an instance, on this machine or another one; it ends with the instance.
 
-    The instance waits for it at an address that this machine can reach, and says what to load. Both need the same
-    KVFERRY_AUTH_TOKEN, the same versions of kvferry and torch, and the model under the same path:
+    The instance waits for the rank at an address that this machine can reach, and tells it what to load. Both need the
+    same KVFERRY_AUTH_TOKEN, the same versions of kvferry and torch, and the model under the same path:
 
         kvferry decode MODEL --tensor-parallel-size 2 --ranks-at 10.0.0.1:7000
 

@@ -1,4 +1,4 @@
-"""`kvferry router`: the router alone, in front of instances that are there already."""
+"""`kvferry router`: starts only a router, in front of instances that run already."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _run_several(
     log: LogConfig,
     ready_fd: int | None,
 ) -> int:
-    """Run a fleet of routers alone."""
+    """Run a fleet that has only routers."""
     fleet = DesiredFleet(
         name="routers",
         model="",

@@ -1,5 +1,5 @@
-"""`kvferry serve`: everything on this machine, ended by one Ctrl-C. It also chooses the numbers of instances where none
-are given."""
+"""`kvferry serve`: runs instances and a router on this machine. One Ctrl-C ends all of them. Also chooses the default
+numbers of instances."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def serve(
 
 
 def _title(settings: FleetSettings, counts: str) -> str:
-    """`counts`: the line about default numbers of instances, or empty."""
+    """`counts`: the line about the default numbers of instances; empty: there is none."""
     spec, engine = settings.spec, settings.choice.engine
     instances = f"{spec.num_prefill} P + {spec.num_decode} D" if spec.is_split else "one instance"
     name = "kvferry's engine" if engine == "kvferry" else engine
@@ -175,7 +175,7 @@ def _summary(settings: FleetSettings, counts: str) -> ServeSummary:
 
 
 def _serve_one(settings: FleetSettings, ready_fd: int | None, counts: str) -> int:
-    """Run one instance as this process: it needs no fleet."""
+    """Run one instance as this process, without a fleet."""
     if settings.spec.cores is not None:
         cores = parse_cores(settings.spec.cores, usable_cores())
         os.sched_setaffinity(0, cores)
@@ -236,14 +236,14 @@ def devices_here(spec: FleetSpec, engine: EngineConfig, dev: Path = Path("/dev")
 def with_default_counts(
     spec: FleetSpec, engine: EngineConfig, choice: EngineChoice, instance: InstanceSpec, devices: Devices
 ) -> tuple[FleetSpec, str]:
-    """One prefill and one decode instance where there are two devices for them, and a line that says so; empty if the
-    user has decided."""
+    """Start one prefill and one decode instance if there are two devices and no setting decides the counts or the
+    parallelism. Returns the spec and a line for the user; the line is empty if the settings have decided."""
     names = {argument.partition("=")[0] for argument in choice.engine_argument}
     is_parallel = engine.tensor_parallel_size > 1 or not names.isdisjoint(_PARALLEL_FLAGS)
     is_decided = spec.prefill is not None or spec.decode is not None or spec.backend != "local"
     if is_decided or is_parallel or instance.kv_transfer_config is not None or instance.register:
         return spec, ""
     if devices.count < 2:
-        return spec, f"One instance for {devices}; --prefill 1: prefill (P) and decode (D) apart."
+        return spec, f"One instance for {devices}; --prefill 1 separates prefill (P) and decode (D)."
     counted = msgspec.structs.replace(spec, prefill=1, decode=1)
-    return counted, f"One prefill (P) and one decode (D) instance for {devices}; --prefill 0: one."
+    return counted, f"One prefill (P) and one decode (D) instance for {devices}; --prefill 0 for one."

@@ -1,4 +1,4 @@
-"""The answers that a chat request asks for: how their text is parsed, and the constraint on their tokens."""
+"""The parsers of the answers to a chat request, and the constraint on their tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.engine.structured.library import can_constrain
 
 @dataclass(frozen=True)
 class ChatAnswers:
-    """The answers of one request. `answer_id`: the id that they all have."""
+    """The constraint on the answers to one chat request, and their parsers. `answer_id`: the id of all its answers."""
 
     format: AnswerFormat
     tool_use: ToolUse
@@ -28,12 +28,13 @@ class ChatAnswers:
     prompt: Prompt
 
     def reader(self, index: int, seed: int | None) -> AnswerReader | None:
-        """The reader of choice `index`; None: its text is its content. The ids of its calls are functions of the
-        request's id, the prompt, the seed and the choice, which another instance that continues the answer has too."""
+        """The reader of choice `index`; None: its text is its content. The ids of its tool calls are derived from the
+        request's id, the prompt, the seed and the choice, so that another instance that continues the answer derives
+        the same ids."""
         parser = self.format.make()
         if parser is None:
             return None
-        # Clients may repeat a request's id, and calls of one conversation must not have the same.
+        # Clients may repeat a request's id, and the tool calls of one conversation must not share an id.
         tokens = array("Q", self.prompt.token_ids) if self.tool_use.functions else array("Q")
         prompt = hashlib.sha256(tokens.tobytes()).hexdigest()
         key = f"{self.answer_id} {prompt} {seed} {index}".encode()
@@ -43,7 +44,7 @@ class ChatAnswers:
 
 
 def chat_answers(parsers: OutputParsers, body: ChatCompletionRequest, prompt: Prompt, answer_id: str) -> ChatAnswers:
-    """The answers that the request asks for. Raises `InvalidRequest`."""
+    """The constraint and the parsers that a request needs. Raises `InvalidRequest`."""
     use = body.tool_use()
     text = constraint_of(body.response_format, body.structured_outputs)
     may_call = use.mode != "none"
@@ -60,7 +61,7 @@ def chat_answers(parsers: OutputParsers, body: ChatCompletionRequest, prompt: Pr
     )
     if budget is not None and budget != -1 and parsers.reasoning is not None and parsers.reasoning.thought is None:
         raise InvalidRequest(
-            "thinking_token_budget needs a model whose reasoning is always between the same two texts",
+            "thinking_token_budget needs a model whose reasoning has a fixed text at its beginning and at its end",
             param="thinking_token_budget",
         )
     calls = _calls(use, answer_format, is_forced=is_forced, parsers=parsers) if may_call else None
@@ -71,7 +72,7 @@ def chat_answers(parsers: OutputParsers, body: ChatCompletionRequest, prompt: Pr
 
 
 def _continued(body: ChatCompletionRequest) -> str | None:
-    """The beginning of the answer, if the request has it."""
+    """The beginning of the answer, if the request has it (`continue_final_message`)."""
     if not body.continue_final_message:
         return None
     content = body.messages[-1].get("content")
@@ -79,7 +80,8 @@ def _continued(body: ChatCompletionRequest) -> str | None:
 
 
 def _calls(use: ToolUse, answer_format: AnswerFormat, *, is_forced: bool, parsers: OutputParsers) -> Calls | None:
-    """The grammar of calls: of all if they are forced, else if one is strict and free text can be told from calls."""
+    """The grammar of tool calls; None: none is needed. It is needed if calls are forced, or if a function is strict and
+    the format has a token that marks where a call begins."""
     form = answer_format.form
     can_be_strict = form is not None and parsers.is_token(form.begin or form.call[0]) and can_constrain()
     if form is None or not (is_forced or (_any_strict(use) and can_be_strict)):
@@ -101,7 +103,7 @@ def _any_strict(use: ToolUse) -> bool:
 
 
 def _constraint(grammar: AnswerGrammar) -> StructuredOutputs | None:
-    """The constraint of the whole answer; None: it is free."""
+    """The constraint of the whole answer; None: the answer is free."""
     thought, text = grammar.thought, grammar.text
     if grammar.calls is not None:
         return grammar.constraint("tool_choice" if grammar.calls.required else "tools")

@@ -204,16 +204,17 @@ def _plain_tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _ContentForms:
-    """The forms that one template accepts. `parts`: roles whose content may be an array of parts; `only_parts`: roles
-    whose content must be one. `developer`: True if it has this role."""
+    """The forms of messages that one chat template accepts. `parts`: roles whose content may be an array of parts.
+    `only_parts`: roles whose content must be an array of parts. `developer`: True if the template has the role
+    "developer"."""
 
     parts: frozenset[str]
     only_parts: frozenset[str]
     developer: bool
 
     def content(self, role: str, texts: list[str] | str | None) -> _Content:
-        """A message's content, which was null, a string or parts, in a form that the template accepts. Null becomes an
-        empty text, and a tool's result is always one string, as in vLLM."""
+        """The content of a message in a form that the template accepts. `texts`: the content, which was null, a string,
+        or the texts of parts. As in vLLM, null becomes an empty text, and the result of a tool is always one string."""
         if role in self.only_parts or (isinstance(texts, list) and role in self.parts):
             return [_text_part(text) for text in ([texts] if isinstance(texts, str) else texts or [])]
         return _PART_SEPARATOR.join(texts) if isinstance(texts, list) else texts or ""
@@ -224,8 +225,8 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _content_forms(tokenizer: Any, tools: Any) -> _ContentForms:
-    """The forms of the template that this tokenizer uses with these tools. Raises the tokenizer's error if it has
-    none for them."""
+    """The forms of the template that this tokenizer uses with these tools. Raises the tokenizer's error if it has no
+    template for these tools."""
     return _forms_of(tokenizer, tokenizer.get_chat_template(None, tools=tools))
 
 
@@ -234,7 +235,7 @@ def _forms_of(tokenizer: Any, template: str) -> _ContentForms:
     def render(messages: list[_Message]) -> str:
         try:
             return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
-        except Exception:  # noqa: BLE001 - templates are programs: any error means that this is not accepted
+        except Exception:  # noqa: BLE001 - templates are programs: any error means that these messages are not accepted
             return ""
 
     users = _accepted_contents(render, lambda content: [{"role": "user", "content": content}])
@@ -256,7 +257,8 @@ def _forms_of(tokenizer: Any, template: str) -> _ContentForms:
 def _accepted_contents(
     render: Callable[[list[_Message]], str], in_conversation: Callable[[_Content], list[_Message]]
 ) -> tuple[bool, bool]:
-    """Two flags: a string is rendered; an array of two parts is, one after the other and not as a literal."""
+    """Returns two booleans. The first: the template accepts a string. The second: it accepts an array of parts, that
+    is, it renders the texts of two parts one after the other, and not the array as a literal."""
     text = render(in_conversation([_text_part(_FIRST), _text_part(_SECOND)]))
     begin, end = text.find(_FIRST), text.find(_SECOND)
     shown = text[max(0, begin - 32) : end]

@@ -42,6 +42,7 @@ class TextCodec:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocab_size, self.longest_token = _sizes(tokenizer)
+        """Number of tokens, and length of the longest one in characters."""
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The tokens of `text`. Special tokens that are written out in the text are recognized."""
@@ -62,7 +63,7 @@ class TextCodec:
         return await self.off_loop.run_if(len(token_ids) > THREAD_ABOVE_TOKENS, self._token_strings, token_ids)
 
     def num_tokens(self, text: str) -> int:
-        """The number of tokens in `text`, without a list of them. Takes as long as encoding."""
+        """The number of tokens in `text`, without special tokens. Blocks the caller for as long as encoding takes."""
         return len(self._encoding(text, False))
 
     def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
@@ -101,7 +102,8 @@ class TokenTexts:
         self._anchor_text = self._decode(self._anchor)
 
     def name(self, token_id: int) -> str:
-        """The token's text; `bytes:\\xf0\\x9f` if its bytes are only a part of a character, as OpenAI writes it."""
+        """The token as OpenAI's `logprobs` write it: its text, or `bytes:\\xf0\\x9f` if its bytes are only a part of a
+        character."""
         text, raw = self._look_up(token_id)
         if _REPLACEMENT in text and raw != text.encode():
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
@@ -112,7 +114,7 @@ class TokenTexts:
         return self._look_up(token_id)[0]
 
     def raw(self, token_id: int) -> bytes:
-        """The token's bytes; concatenated over consecutive tokens, they are UTF-8."""
+        """The token's bytes. The bytes of consecutive tokens, concatenated, are UTF-8."""
         return self._look_up(token_id)[1]
 
     def _look_up(self, token_id: int) -> tuple[str, bytes]:

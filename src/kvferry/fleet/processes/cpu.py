@@ -26,7 +26,7 @@ def plan_cores(available: Sequence[int], num_instances: int) -> CorePlan:
 
     Instances get sets of their own, as equal as possible, since two engines on one core wait for each other in every
     step. If there are fewer cores than instances, each instance gets one core, in turn. The router, which computes
-    little, shares the cores of the instance with the most.
+    little, shares the cores of the instance that has the most, or else the core that the fewest instances have.
     """
     if not available or num_instances < 1:
         raise ValueError("there must be a core and an instance")
@@ -45,33 +45,34 @@ def plan_cores(available: Sequence[int], num_instances: int) -> CorePlan:
 
 
 def cores_of(number: int, num_instances: int, available: Sequence[int]) -> Cores:
-    """The cores of instance `number`, counted from 0, in a fleet of `num_instances`; any further instances share cores
-    with the first ones."""
+    """The cores of instance `number`, counted from 0, in a fleet planned for `num_instances`. Instances beyond these
+    share cores with the first ones."""
     sets = plan_cores(available, max(1, num_instances)).instances
     return sets[number % len(sets)]
 
 
 def parse_cores(text: str, available: Sequence[int]) -> Cores:
-    """The cores in text such as `0-3,8`. Raises `ConfigError` if there are none, or one that this process may not
-    use."""
+    """The cores in text such as `0-3,8`. Raises `ConfigError` if the text is not of this form, or names a core that
+    this process may not use."""
     cores: set[int] = set()
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None:
             raise ConfigError(f"--cores: {part.strip()!r} is not a core or a range; write it as 0-3,8")
         named = range(int(match[1]), int(match[2] or match[1]) + 1)
+        if not named:
+            raise ConfigError(f"--cores {text}: {part.strip()!r} is an empty range; write the lower number first")
         foreign = next((core for core in named if core not in available), None)
-        if foreign is not None or not named:
+        if foreign is not None:
             allowed = ", ".join(map(str, available))
-            refused = "no core" if foreign is None else f"core {foreign}"
-            raise ConfigError(f"--cores {text}: {refused} cannot be used; this process may use {allowed}")
+            raise ConfigError(f"--cores {text}: core {foreign} cannot be used; this process may use {allowed}")
         cores.update(named)
     return tuple(sorted(cores))
 
 
 def num_threads(cores: Cores, fleet_cores: Cores, num_cpus: int) -> int:
-    """Threads of a process on `cores`: one for each, or the process's share where a container is allowed fewer CPUs
-    (`num_cpus`) than the fleet has cores. At least 1."""
+    """Number of threads of a process on `cores`: one for each core, or fewer in a container whose CPU quota
+    (`num_cpus`) is less than the number of the fleet's cores. At least 1."""
     return max(1, min(len(cores), num_cpus * len(cores) // max(1, len(fleet_cores))))
 
 

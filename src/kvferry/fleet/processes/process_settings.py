@@ -45,13 +45,13 @@ class InstanceProcess(Settings, frozen=True, kw_only=True, tag="instance"):
 
     @property
     def title(self) -> tuple[str, ...]:
-        """The process in a list of processes."""
+        """The words after `kvferry` in the process's title, which `ps` shows."""
         return ("serve" if self.role == "both" else self.role, self.engine.model)
 
 
 class RouterProcess(Settings, frozen=True, kw_only=True, tag="router"):
-    """One router. `group`: the folder that the routers of the port share; `listeners`: descriptors of sockets that it
-    inherits and accepts connections on."""
+    """One router. `group`: the folder that all router processes of one port share; `listeners`: descriptors of sockets
+    that it inherits and accepts connections on."""
 
     router: RouterConfig = RouterConfig()
     listen: Listen = Listen()
@@ -64,19 +64,19 @@ class RouterProcess(Settings, frozen=True, kw_only=True, tag="router"):
 
     @property
     def title(self) -> tuple[str, ...]:
-        """The process in a list of processes."""
+        """The words after `kvferry` in the process's title, which `ps` shows."""
         return ("router",)
 
 
 class JoiningRankProcess(Settings, frozen=True, kw_only=True, tag="rank"):
-    """One further rank of an instance. `address`: of the instance, HOST:PORT."""
+    """One further rank of an instance. `address`: HOST:PORT of the instance."""
 
     address: str
     log: LogConfig = LogConfig()
 
     @property
     def title(self) -> tuple[str, ...]:
-        """The process in a list of processes."""
+        """The words after `kvferry` in the process's title, which `ps` shows."""
         return ("rank", self.address)
 
 
@@ -84,7 +84,8 @@ ProcessSettings = InstanceProcess | RouterProcess | JoiningRankProcess
 
 
 def with_values(settings: Document, values: Mapping[str, Any]) -> Document:
-    """A document in which fields of its structs have other values, which are as in TOML."""
+    """A copy of the document with `values`: for each name, every struct of the document that has such a field gets the
+    value. Values are as TOML has them (str, int, list, …). Raises `ConfigError`."""
     parts: dict[str, Any] = {}
     for name in settings.__struct_fields__:
         part = getattr(settings, name)
@@ -98,7 +99,8 @@ def with_values(settings: Document, values: Mapping[str, Any]) -> Document:
 
 @contextmanager
 def handed_over(settings: ProcessSettings) -> Iterator[int]:
-    """A descriptor from which a child reads the document: sealed memory, so nobody changes it, and no file names it."""
+    """A descriptor from which a child process reads the document. It is sealed memory: no process can change it, and no
+    path leads to it."""
     descriptor = os.memfd_create("kvferry-settings", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.write(descriptor, encode(settings))
@@ -109,7 +111,7 @@ def handed_over(settings: ProcessSettings) -> Iterator[int]:
 
 
 def receive(descriptor: int) -> ProcessSettings:
-    """The document that was handed over; closes the descriptor. Raises `ConfigError`."""
+    """Read the document from a descriptor of `handed_over`, and close the descriptor. Raises `ConfigError`."""
     try:
         content = os.pread(descriptor, MAX_DOCUMENT_BYTES, 0)
         os.close(descriptor)

@@ -45,7 +45,7 @@ class EngineChoice(Settings, frozen=True, kw_only=True):
 
 
 class InstanceSpec(Settings, frozen=True, kw_only=True):
-    """Settings of an instance besides those of its engine."""
+    """Settings of an instance that are not its engine's."""
 
     served_model_name: tuple[str, ...] = ()
     """Name of the model in the API; repeat it for more. Default: the model's own name."""
@@ -71,14 +71,14 @@ _MAX_INSTANCES = 256
 
 
 class FleetSpec(Settings, frozen=True, kw_only=True):
-    """Number of instances of each role on this machine."""
+    """Number of instances of each role, and where they run."""
 
     prefill: Annotated[CountOrZero | None, COMMON] = None
     """Number of prefill instances. With neither --prefill nor --decode, one of each where there are two GPUs, or two
     cores and no GPU, else one instance that does both phases; 0: one instance that does both."""
 
     decode: Annotated[CountOrZero | None, COMMON] = None
-    """Number of decode instances. If only one of --prefill and --decode is given, the other is 1."""
+    """Number of decode instances. If only one of --prefill and --decode is given, and not 0, the other is 1."""
 
     cores: Annotated[str | None, COMMON] = None
     """CPU cores to use, such as 0-3,8; they are divided among the instances. Default: all cores that this process may
@@ -104,7 +104,8 @@ class FleetSpec(Settings, frozen=True, kw_only=True):
             none, other = ("--prefill", "--decode") if self.prefill == 0 else ("--decode", "--prefill")
             raise ConfigError(
                 f"{none} 0 with {other} {self.decode if self.prefill == 0 else self.prefill}: a fleet has at least one"
-                f" instance of each; leave out both flags for one instance that does both phases, or {none} for one"
+                f" instance of each role; leave out {other} for one instance that does both phases, or {none} for one"
+                " instance of that role"
             )
         if self.num_prefill + self.num_decode > _MAX_INSTANCES:
             raise ConfigError(
@@ -114,7 +115,9 @@ class FleetSpec(Settings, frozen=True, kw_only=True):
         if self.instance_ports is not None:
             last = self.instance_ports + self.num_prefill + self.num_decode - 1
             if last > 65535:
-                raise ConfigError(f"--instance-ports must be between 1 and 65535 for all, got {self.instance_ports}")
+                raise ConfigError(
+                    f"--instance-ports {self.instance_ports}: the last instance's port would be {last}, more than 65535"
+                )
 
     def instance_port(self, index: int) -> int:
         """The port of instance `index`; 0 for any free one."""
@@ -127,10 +130,10 @@ class FleetSpec(Settings, frozen=True, kw_only=True):
 
     @property
     def num_prefill(self) -> int:
-        """Prefill instances to start."""
+        """Number of prefill instances to start."""
         return (self.prefill or 1) if self.is_split else 0
 
     @property
     def num_decode(self) -> int:
-        """Decode instances to start."""
+        """Number of decode instances to start."""
         return (self.decode or 1) if self.is_split else 0

@@ -1,4 +1,4 @@
-"""A spec as a file: followed while it changes, and written."""
+"""A fleet's spec as a file: read again whenever it changes, and written."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 class SpecFile:
-    """A spec that may be changed while it is followed, as Kubernetes does with a ConfigMap that is mounted. `read`
-    raises `ConfigError` for one that cannot be followed. `before`: what it said earlier, to another process."""
+    """A file that may change while it is used, such as a mounted ConfigMap in Kubernetes. `read` reads it, and raises
+    `ConfigError` if it is invalid. `before`: the fleet that an earlier process has read from this file."""
 
     def __init__(
         self, path: Path, read: Callable[[Path], DesiredFleet] = read_fleet, before: DesiredFleet | None = None
     ) -> None:
-        """Raises `ConfigError` if it is wrong and said nothing earlier."""
+        """Raises `ConfigError` if the file is invalid and there is no `before`."""
         self._path, self._read = path, read
         self._looking, self._trouble = FileTask(path, self._look), ""
         self._seen = run_within(path, WAIT_S, self._stamp)
@@ -33,16 +33,16 @@ class SpecFile:
             if before is None:
                 raise
             self.fleet = before
-            logger.error("the change is refused, and what was wanted before stays in force: %s", error)
+            logger.error("the change is refused, and the previous spec stays in force: %s", error)
 
     async def follow(self) -> DesiredFleet:
-        """The fleet in the file now; as long as that is wrong, or the file is missing or does not answer, the one
-        before."""
+        """The fleet that the file describes now. While the file is invalid, missing or cannot be read in time: the
+        last valid one."""
         try:
             self.fleet = await self._looking.run()
         except ConfigError as error:
             if str(error) != self._trouble:
-                logger.error("what was wanted before stays in force: %s", error)
+                logger.error("the previous spec stays in force: %s", error)
             self._trouble = str(error)
         else:
             self._trouble = ""
@@ -55,9 +55,9 @@ class SpecFile:
         try:
             fleet = self._read(self._path)
         except ConfigError as error:
-            logger.error("the change is refused, and what was wanted before stays in force: %s", error)
+            logger.error("the change is refused, and the previous spec stays in force: %s", error)
             return self.fleet
-        logger.info("%s has changed, and is followed", self._path)
+        logger.info("%s has changed; the new spec is in force", self._path)
         return fleet
 
     def _stamp(self) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class SpecFile:
 
 
 def to_table(fleet: DesiredFleet) -> dict[str, Any]:
-    """The tables from which `fleet_from` makes this fleet; what is as by default is left out."""
+    """The tables from which `fleet_from` makes this fleet. Fields with their default values are left out."""
     table = _table(fleet)
     keys = table.pop("keys", {})
     for name in ("engine", "router"):

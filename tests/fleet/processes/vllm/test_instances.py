@@ -207,6 +207,12 @@ def test_several_workers_choose_their_cores_themselves(argument: str) -> None:
         assert "VLLM_CPU_OMP_THREADS_BIND" not in spec.environment
 
 
+@pytest.mark.parametrize("arguments", [("-tp", "1"), ("--tensor-parallel-size=1",), ("--data_parallel_size", "1")])
+def test_one_worker_is_bound_to_its_cores(arguments: tuple[str, ...]) -> None:
+    for spec in servers(fleet(arguments=arguments)):
+        assert spec.environment["VLLM_CPU_OMP_THREADS_BIND"]
+
+
 def test_what_is_said_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     assert servers(fleet())[0].full_environment()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
@@ -386,5 +392,5 @@ def test_what_would_put_a_secret_on_a_command_line_is_refused() -> None:
     stores = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": "valkey://:pw@h:6379"}}
     with pytest.raises(ConfigError, match="password_file"):
         fleet(transfer=stores)
-    with pytest.raises(ConfigError, match="has one key"):
+    with pytest.raises(ConfigError, match="one key only"):
         fleet(arguments=("--api-key", "a", "b"))

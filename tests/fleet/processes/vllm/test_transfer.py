@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict
 
+from kvferry.adapters.vllm.settings import AdapterOptions
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.processes.vllm.environment import VllmEnvironment
-from kvferry.fleet.processes.vllm.transfer import for_member, read_transfer, require_possible
+from kvferry.fleet.processes.vllm.transfer import for_member, has_mooncake, read_transfer, require_possible
 
 IN_PROC = {"shared_storage_path": "/proc/x"}
 CHILD = {"kv_connector": "KvferryP2pConnector", "kv_connector_extra_config": {"lease": 1}}
@@ -37,6 +41,7 @@ def test_what_is_wrong_is_told(connector: str, extra: Any, told: str) -> None:
     ("connector", "extra"),
     [
         ("P2pConnector", {"kv_ip": "10.0.0.1", "hand_off": False, "streams": 4}),
+        ("KvferryP2pConnector", {"mix_kernels": True, "shared_memory": False, "model_fingerprint": "a"}),
         ("KvferryNixlConnector", {"backends": ["UCX"]}),
         ("NixlConnector", {"anything": "is vLLM's"}),
         ("KvferrySomebodyElsesConnector", {"its": "own"}),
@@ -45,6 +50,21 @@ def test_what_is_wrong_is_told(connector: str, extra: Any, told: str) -> None:
 def test_what_is_not_ours_to_judge_passes(connector: str, extra: dict[str, Any]) -> None:
     found = read_transfer(json.dumps({"kv_connector": connector, "kv_connector_extra_config": extra}))
     assert found["kv_connector_extra_config"] == extra
+
+
+def test_a_mooncake_connector_among_several_has_a_bootstrap_server() -> None:
+    assert has_mooncake({"kv_connector": "MooncakeConnector"})
+    assert has_mooncake(several("MooncakeConnector", "OffloadingConnector"))
+    assert not has_mooncake(several("NixlConnector", "OffloadingConnector"))
+
+
+def test_all_keys_of_the_adapter_are_known_and_documented() -> None:
+    """The adapter itself is not imported by the fleet."""
+    keys = asdict(AdapterOptions())
+    read_transfer(json.dumps({"kv_connector": "P2pConnector", "kv_connector_extra_config": keys}))
+    page = (Path(__file__).parents[4] / "docs" / "vllm.md").read_text()
+    table = page.partition("| key | meaning |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(keys)
 
 
 def several(*names: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A generating route, from the first byte of a request to the last one of its answer."""
+"""The routes that generate: decode a request, run it, and send the answer whole or as a stream."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ GenerationBody = TypeVar("GenerationBody", bound=GenerationRequest)
 
 log = logging.getLogger(__name__)
 
-_NO_CALLS = "no parser of this model's calls is known, and what it writes stays text in content"
-_NO_REASONING = "no parser of this model's reasoning is known, and nothing of its answer counts as reasoning"
+_NO_CALLS = "no parser of this model's tool calls is known; calls that it writes stay text in content"
+_NO_REASONING = "no parser of this model's reasoning is known; no part of its answer counts as reasoning"
 
 MakeWriter = Callable[..., Awaitable[AnswerWriter]]
 
@@ -122,8 +122,8 @@ def chat_route(context: ServerContext) -> GenerationRoute[ChatCompletionRequest]
 async def decode(
     context: ServerContext, request: HttpRequest, response: Response, raw: bytes, body_type: type[Body]
 ) -> Decoded[Body]:
-    """The body as `body_type`. The answer gets a header that names fields without effect, tools that cannot be called,
-    and budgets of reasoning that is not told from the answer. Raises `InvalidRequest`."""
+    """The body as `body_type`. The answer gets a warning header if fields have no effect: unknown ones, tools without a
+    parser of tool calls, and a thinking budget without a parser of reasoning. Raises `InvalidRequest`."""
     decoded = await context.decode(raw, request, body_type)
     ignored = warning_of(decoded.ignored)
     warnings = [*([] if ignored is None else [ignored]), *_warnings_of_chat(context, decoded.body)]
@@ -164,7 +164,7 @@ async def _send_response(writer: AnswerWriter, off_loop: ThreadOffload, response
 
 
 def _is_large(*deltas: Delta) -> bool:
-    """True if the deltas have so many tokens and log-probabilities that encoding them takes long."""
+    """True if the deltas have so many tokens that encoding them takes long."""
     num_tokens = 0
     for delta in deltas:
         num_tokens += len(delta.token_ids) + len(delta.prompt_logprobs or ())

@@ -45,7 +45,7 @@ class UtilityRoutes:
         self._created = int(context.clock.wall())
 
     def routes(self) -> list[Route]:
-        """All routes, with the key that each requires."""
+        """All routes, with the access that each requires (`Access`)."""
         return [
             Route("GET", "/v1/models", self.models),
             Route("GET", "/v1/models/*", self.model),
@@ -87,11 +87,11 @@ class UtilityRoutes:
         )
 
     async def tokenize(self, request: HttpRequest, response: Response) -> None:
-        """The tokens of a text or of messages, as the generating routes would compute them."""
+        """The tokens of a text or of messages, as the generating routes compute them."""
         await self.send_tokens(request, response, await request.body.read())
 
     async def send_tokens(self, request: HttpRequest, response: Response, raw: bytes) -> None:
-        """The tokens for a request with this body."""
+        """Answer a request to tokenize that has this body."""
         if b'"messages"' in raw and "messages" in read_fields(raw):
             chat = (await decode(self._context, request, response, raw, TokenizeChatRequest)).body
             self._context.require_model(chat.model)
@@ -144,7 +144,7 @@ class UtilityRoutes:
         response.send_json(msgspec.json.encode({"server_load": number}))
 
     async def server_info(self, request: HttpRequest, response: Response) -> None:
-        """The version, and the facts for routers."""
+        """The version, and the description of this instance for routers (`InstanceFacts`)."""
         facts = self._context.engine_client.describe()
         response.send_json(msgspec.json.encode({"kvferry_version": kvferry.__version__, "instance": facts}))
 
@@ -165,8 +165,8 @@ class UtilityRoutes:
         )
 
     async def reset_prefix_cache(self, request: HttpRequest, response: Response) -> None:
-        """Evict all cached blocks that no request uses; `success` is false if others are left. Raises
-        `InvalidRequest` for vLLM's options, which this engine does not have."""
+        """Evict all cached blocks that no request uses. `success` is false if some are in use. Raises `InvalidRequest`
+        for vLLM's options, which this engine does not have."""
         for name in ("reset_running_requests", "reset_external"):
             if request.parameter(name, "false").lower() not in ("false", "0"):
                 raise InvalidRequest(f"{name} is not supported by this server", param=name)
@@ -202,7 +202,7 @@ class UtilityRoutes:
         response.send_json(msgspec.json.encode({"released": released}))
 
     async def kept(self, request: HttpRequest, response: Response) -> None:
-        """The blocks of a prompt in the KV stores, optionally pinned or unpinned."""
+        """Count the blocks of a prompt that the KV stores have; pin or unpin them if the request says so."""
         body = await self._decoded(request, response, KeptRequest)
         require_known_tokens(body.tokens, self._context.engine_client.vocab_size, "tokens")
         prompt = EngineRequest(
@@ -214,11 +214,12 @@ class UtilityRoutes:
         send_json(response, await self._context.engine_client.kept(prompt, pin=body.pin))
 
     async def instance(self, request: HttpRequest, response: Response) -> None:
-        """The facts for routers: role, names, layout, and the addresses at which peers fetch KV."""
+        """The description of this instance for routers (`InstanceFacts`): role, names, layout, and the addresses at
+        which peers fetch KV."""
         response.send_json(msgspec.json.encode(self._context.engine_client.describe()))
 
     async def check(self, request: HttpRequest, response: Response) -> None:
-        """200 if no resource is held without an owner; 500 with its name otherwise."""
+        """200 if every resource in use has an owner; otherwise 500 with the name of the one that has none."""
         try:
             await self._context.engine_client.check()
         except LeakError as error:

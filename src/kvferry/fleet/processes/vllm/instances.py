@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,8 @@ class VllmPlacement:
 
 @dataclass(frozen=True)
 class VllmInstances:
-    """Settings that all vLLM servers of a fleet share. `transfer` None: they move no KV; `for_dynamo`: they are
-    workers of Dynamo's."""
+    """Settings that all vLLM servers of a fleet share. `transfer`: their `--kv-transfer-config`, None if they move no
+    KV; `number`: how many of them run on this machine; `for_dynamo`: they are workers of Dynamo."""
 
     model: str
     names: tuple[str, ...]
@@ -111,7 +112,6 @@ class VllmInstances:
     environment: VllmEnvironment
     transfer: dict[str, Any] | None
     number: int = 1
-    """How many of them run on this machine."""
     for_dynamo: bool = False
 
     @classmethod
@@ -125,7 +125,8 @@ class VllmInstances:
         number: int = 1,
         for_dynamo: bool = False,
     ) -> VllmInstances:
-        """Raises `ConfigError` for settings that cannot work, before anything is started."""
+        """Check the settings before anything is started. `splits`: prefill and decode are on different instances.
+        Raises `ConfigError` for settings that cannot work."""
         refuse_own_flags(engine, "vllm")
         _refuse_flags_kvferry_sets(choice.engine_argument, _DYNAMOS if for_dynamo else _KVFERRYS)
         text = instance.kv_transfer_config or (DEFAULT if splits else None)
@@ -138,8 +139,8 @@ class VllmInstances:
             )
         if transfer is not None and names_password(text or ""):
             raise ConfigError(
-                "--kv-transfer-config has a password in a URL, which would stand on the command line of each vLLM"
-                " server: put it into a file, and name that with password_file"
+                "--kv-transfer-config has a password in a URL, which would appear on the command line of each vLLM"
+                " server: put it into a file, and name the file with password_file"
             )
         if transfer is not None:
             require_possible(transfer, environment, choice.engine_argument)
@@ -155,7 +156,7 @@ class VllmInstances:
         return self.transfer is not None and has_mooncake(self.transfer)
 
     def require_registrable(self, role: Role) -> None:
-        """Raise `ConfigError` if the servers cannot do what they register for, because of a `kv_role`."""
+        """Raise `ConfigError` if a `kv_role` excludes the role that the servers register for."""
         if self.transfer is None:
             return
         try:
@@ -194,7 +195,8 @@ class VllmInstances:
         return [*command, "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "/health,/metrics"]
 
     def _dynamo_command(self, placement: VllmPlacement) -> list[str]:
-        """A worker under a process of kvferry's that serves it over HTTP."""
+        """The command line of a worker of Dynamo, and of the process of kvferry's around it that serves it over
+        HTTP."""
         python, role = self.environment.python, placement.role
         where = (placement.name, placement.host, str(placement.port), f"{placement.grace_s:g}")
         command = [python, "-m", "kvferry.bridge.dynamo.member", role, *where, "--", python, "-m", "dynamo.vllm"]
@@ -211,7 +213,7 @@ class VllmInstances:
             own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = placement.host
             own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1, placement.host)[0])
             if has_lmcache(self.transfer) and _HASH_SEED not in os.environ:
-                own[_HASH_SEED] = "0"  # each server would have names of its own for what is in their store
+                own[_HASH_SEED] = "0"  # otherwise the servers would name the same blocks differently in their store
         if self.for_dynamo:
             own["DYN_SYSTEM_PORT"] = str(free_ports(1, placement.host)[0])  # Dynamo takes none above 32767
         if bootstrap_port:
@@ -219,8 +221,9 @@ class VllmInstances:
         return own
 
     def _binding(self, placement: VllmPlacement) -> dict[str, str]:
-        """The cores that vLLM binds its threads to: one thread for each core, whatever OMP_NUM_THREADS says. In a
-        container that is allowed fewer CPUs, threads are not bound, and as many as OMP_NUM_THREADS says."""
+        """The variable that makes vLLM bind its threads to cores: one thread for each core, whatever OMP_NUM_THREADS
+        says. If the instance has fewer threads than cores because of a CPU quota, vLLM starts OMP_NUM_THREADS threads
+        and does not bind them."""
         if placement.num_threads < len(placement.cores):
             return {_BIND: "nobind"}
         if not placement.cores or _has_several_workers((*self.arguments, *placement.arguments)):
@@ -229,8 +232,9 @@ class VllmInstances:
 
 
 def without_key(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Arguments of `vllm serve` without its key, and the variable in which vLLM reads it too: everyone on the machine
-    can read command lines. Raises `ConfigError` for several keys."""
+    """Move the API key from the arguments of `vllm serve` into the environment variable that vLLM also reads, because
+    everyone on the machine can read command lines. Returns the other arguments and the variable. Raises `ConfigError`
+    for several keys."""
     left, keys, takes = list[str](), list[str](), False
     for argument in arguments:
         _, has_value, value = argument.partition("=")
@@ -243,18 +247,23 @@ def without_key(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             takes = False
             left.append(argument)
     if len(keys) > 1:
-        raise ConfigError("--api-key: a vLLM server of kvferry's has one key, which is not on its command line")
+        raise ConfigError("--api-key: kvferry can give a vLLM server one key only; name one")
     return left, {VLLM_KEY_VARIABLE: keys[0]} if keys else {}
 
 
 def _has_several_workers(arguments: Sequence[str]) -> bool:
-    """Each worker then needs its own list of cores, which vLLM makes itself."""
-    return any(argument.partition("=")[0] in _SEVERAL_WORKERS for argument in arguments)
+    """True if an argument sets vLLM's parallelism to another value than 1. Each worker then needs its own list of
+    cores, which vLLM makes itself."""
+    for argument, following in pairwise((*arguments, "")):
+        name, has_value, value = argument.partition("=")
+        if name.replace("_", "-") in _SEVERAL_WORKERS and (value if has_value else following) != "1":
+            return True
+    return False
 
 
 def _model(model: str) -> str:
-    """The model as vLLM loads it. Unlike kvferry's engine, it also takes URLs, files, and ids with a variant behind a
-    colon. Raises `ConfigError` for what cannot be a model."""
+    """The model as vLLM loads it. Unlike kvferry's engine, vLLM also takes URLs, files, and ids with a variant after a
+    colon. Raises `ConfigError` if it cannot be a model."""
     return model if ":" in model or Path(model).is_file() else str(resolve(model))
 
 
@@ -263,13 +272,13 @@ def _reachable(host: str) -> str:
 
 
 def _require_dynamo(environment: VllmEnvironment, names: Sequence[str]) -> None:
-    """Raise `ConfigError` if Dynamo's workers cannot be started there."""
+    """Raise `ConfigError` if workers of Dynamo cannot be started in this environment."""
     if not environment.has_kvferry:
         raise ConfigError(
-            f"Dynamo's workers are served by kvferry: install it in the environment of {environment.python} too"
+            f"kvferry serves Dynamo's workers: install kvferry in the environment of {environment.python} too"
         )
     if len(names) > 1:
-        raise ConfigError("--served-model-name: a worker of Dynamo's has one name")
+        raise ConfigError("--served-model-name: a worker of Dynamo has one name; give only one")
     require_module(environment.python, DYNAMO_MODULE, 'engine.kind = "dynamo":')
 
 

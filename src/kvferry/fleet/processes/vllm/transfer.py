@@ -23,26 +23,26 @@ _PREFIX, _SEVERAL = "Kvferry", "MultiConnector"
 
 
 _EXTRA_IN_VLLM = ("kv_ip", "kv_buffer_size")
-_ADAPTERS = (*_EXTRA_IN_VLLM, "hand_off", "shared_memory", "model_fingerprint")
-"""Keys of `kv_connector_extra_config` that kvferry's adapter for vLLM reads itself."""
+_ADAPTERS = (*_EXTRA_IN_VLLM, "hand_off", "shared_memory", "mix_kernels", "model_fingerprint")
+"""Keys of `kv_connector_extra_config` that kvferry's adapter for vLLM reads itself (`adapters.vllm.settings`)."""
 
 _HAND_OFF = ("P2pConnector", "P2pNcclConnector", "NixlConnector", "MooncakeConnector")
-"""Connectors, kvferry's and vLLM's, whose `kv_role` distinguishes P from D. That of a cache decides whether it saves or
-loads, which both may do."""
+"""Connectors, kvferry's and vLLM's, whose `kv_role` distinguishes P from D. The `kv_role` of a cache decides whether it
+saves or loads; P and D may do both."""
 
 _PACKAGES = {"Nixl": "nixl", "Mooncake": "mooncake", "LMCache": "lmcache"}
 """The package that a connector of vLLM's imports, by a part of the connector's name."""
 
 _ON_GPUS = (f"{_PREFIX}P2pNcclConnector", "MooncakeConnector", "LMCacheConnectorV1", "GDS", "GDS_MT", "GPUNETIO")
-"""Connectors, and backends of NIXL's, that move the memory of GPUs only. With LMCache's, a server without a GPU serves
-all the same, and computes each prompt itself."""
+"""Connectors, and backends of NIXL, that move the memory of GPUs only. On a server without a GPU, LMCache's connector
+stores and loads nothing, without an error."""
 
 DEFAULT = '{"kv_connector":"P2pConnector"}'
 
 
 def read_transfer(text: str) -> dict[str, Any]:
-    """The JSON with the names that kvferry's connectors have in vLLM. Everything else is checked by vLLM. Raises
-    `ConfigError`."""
+    """Read a `--kv-transfer-config`, and replace the names of kvferry's connectors by their names in vLLM. Raises
+    `ConfigError` for wrong settings of kvferry's connectors; vLLM checks everything else."""
     raw = read_transfer_json(text)
     if not isinstance(raw.get("kv_connector"), str):
         raise ConfigError('--kv-transfer-config names no "kv_connector"')
@@ -54,8 +54,8 @@ def read_transfer(text: str) -> dict[str, Any]:
 
 
 def _named(transfer: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with the names of kvferry's connectors in vLLM. A MultiConnector of kvferry's connectors, one
-    of which vLLM has no connector of the same name for, becomes kvferry's own."""
+    """The configuration with the names of kvferry's connectors in vLLM. A MultiConnector becomes kvferry's own if all
+    its connectors are kvferry's and vLLM has no connector of the same name for at least one of them."""
     name, children = transfer["kv_connector"], _children(transfer)
     names = [child["kv_connector"] for child in children]
     if name == _SEVERAL and OURS.keys() & names and set(names) <= set(connector_names()):
@@ -68,8 +68,8 @@ def _named(transfer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_ours(transfer: dict[str, Any]) -> None:
-    """Raise `ConfigError` for wrong settings of one of kvferry's connectors. What is installed in vLLM's environment is
-    not known here: neither libraries, nor connectors of other packages."""
+    """Raise `ConfigError` for wrong settings of one of kvferry's connectors. Does not check which libraries, and which
+    connectors of other packages, are installed in vLLM's environment."""
     name = transfer["kv_connector"].removeprefix(_PREFIX)
     if not transfer["kv_connector"].startswith(_PREFIX):
         return
@@ -86,15 +86,15 @@ def _check_ours(transfer: dict[str, Any]) -> None:
 
 
 def _ours(transfer: dict[str, Any]) -> KVTransferConfig:
-    """Options of kvferry's connectors themselves, as opposed to those of the adapter."""
+    """The configuration of a connector of kvferry's, without the keys that the adapter for vLLM reads."""
     extra = transfer.get("kv_connector_extra_config", {})
     own = {key: value for key, value in extra.items() if key not in _ADAPTERS}
     return KVTransferConfig(kv_connector=transfer["kv_connector"].removeprefix(_PREFIX), kv_connector_extra_config=own)
 
 
 def require_possible(transfer: dict[str, Any], environment: VllmEnvironment, arguments: tuple[str, ...]) -> None:
-    """Raise `ConfigError` for connectors that cannot work there: vLLM would say so only after it has loaded the model.
-    `arguments`: vLLM's."""
+    """Raise `ConfigError` for connectors that cannot work in this environment: vLLM itself fails only after it has
+    loaded the model. `arguments`: the arguments of `vllm serve`."""
     name, extra = transfer["kv_connector"], transfer.get("kv_connector_extra_config")
     extra, is_theirs = extra if isinstance(extra, dict) else {}, not name.startswith(_PREFIX)
     if (
@@ -143,12 +143,12 @@ def require_possible(transfer: dict[str, Any], environment: VllmEnvironment, arg
 
 
 def _require_one_hand_off(children: list[dict[str, Any]]) -> None:
-    """Raise `ConfigError` if vLLM's MultiConnector joins nothing, or several that make tickets, of which kvferry's
-    adapter refuses all but one. A cache beside a connector of vLLM's that does is a cache only."""
+    """Raise `ConfigError` if vLLM's MultiConnector has no connectors, or several that make tickets: kvferry's adapter
+    allows only one. A cache of kvferry's makes no tickets if one of vLLM's connectors does."""
     if not children:
         raise ConfigError(
-            f'--kv-transfer-config: vLLM\'s {_SEVERAL} needs "connectors" in kv_connector_extra_config, a list of those'
-            " that it joins"
+            f'--kv-transfer-config: vLLM\'s {_SEVERAL} needs "connectors" in kv_connector_extra_config, the list of the'
+            " connectors that it joins"
         )
     names = [
         child["kv_connector"] for child in children if (child.get("kv_connector_extra_config") or {}).get("hand_off", 1)
@@ -165,23 +165,23 @@ def _require_one_hand_off(children: list[dict[str, Any]]) -> None:
 
 
 def is_ours(transfer: dict[str, Any]) -> bool:
-    """True if vLLM needs kvferry's plugin for it."""
+    """True if vLLM needs kvferry's plugin for this configuration."""
     return transfer["kv_connector"].startswith(_PREFIX) or any(map(is_ours, _children(transfer)))
 
 
 def has_mooncake(transfer: dict[str, Any]) -> bool:
-    """True if a prefill instance has a Mooncake bootstrap server."""
-    return bool(transfer["kv_connector"] == "MooncakeConnector")
+    """True if vLLM's MooncakeConnector is used: a prefill instance then has a bootstrap server."""
+    return any(map(has_mooncake, _children(transfer))) or bool(transfer["kv_connector"] == "MooncakeConnector")
 
 
 def has_lmcache(transfer: dict[str, Any]) -> bool:
-    """True if a connector of LMCache's own is among them."""
+    """True if one of LMCache's own connectors is used."""
     return any(has_lmcache(child) for child in _children(transfer)) or transfer["kv_connector"].startswith("LMCache")
 
 
 def require_registrable(transfer: dict[str, Any], role: Role) -> None:
-    """Raise `ConfigError` if a `kv_role` keeps a server from what it registers for: that of kvferry's connectors also
-    if they hand off through a store, and of one of several."""
+    """Raise `ConfigError` if a `kv_role` excludes the role that the server registers for. Also checks kvferry's
+    connectors that hand off through a store, and the one in kvferry's MultiConnector that hands off."""
     for_member(transfer, role, "", 0)
     extra = transfer.get("kv_connector_extra_config", {})
     if not transfer["kv_connector"].startswith(_PREFIX) or extra.get("hand_off") is False:
@@ -196,8 +196,9 @@ def require_registrable(transfer: dict[str, Any], role: Role) -> None:
 
 
 def for_member(transfer: dict[str, Any], role: InstanceRole, name: str, index: int, node: str = "") -> dict[str, Any]:
-    """The configuration of instance `index`: the user's settings, and what must differ between instances. `node`: the
-    address of its node, where others fetch KV of kvferry's connectors; vLLM's own are told by variables.
+    """The configuration of instance `index`: the user's settings, and the values that must differ between instances.
+    `node`: the address of its node, at which other instances fetch the KV of kvferry's connectors. vLLM's own
+    connectors get the address from environment variables.
 
     `kv_load_failure_policy` is `recompute` unless the user sets it, as in kvferry's own engine.
     """
@@ -212,7 +213,7 @@ def for_member(transfer: dict[str, Any], role: InstanceRole, name: str, index: i
 
 
 def _reached_at(node: str, transfer: dict[str, Any]) -> dict[str, Any]:
-    """Tell kvferry's connectors the address of their node, unless the user has."""
+    """Set the address of the node in kvferry's connectors, unless the user has set one."""
     extra, children = transfer.get("kv_connector_extra_config", {}), _children(transfer)
     if transfer["kv_connector"].startswith(_PREFIX):
         return {**transfer, "kv_connector_extra_config": {"kv_ip": node, **extra}}
@@ -222,7 +223,7 @@ def _reached_at(node: str, transfer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_vllm_takes_it(transfer: dict[str, Any]) -> dict[str, Any]:
-    """Move keys that vLLM's configuration does not have into `kv_connector_extra_config`, for kvferry's connectors."""
+    """For kvferry's connectors, move keys that vLLM's configuration does not have into `kv_connector_extra_config`."""
     if not transfer["kv_connector"].startswith(_PREFIX):
         return transfer
     moved = {key: transfer[key] for key in _EXTRA_IN_VLLM if key in transfer}
@@ -233,9 +234,9 @@ def _as_vllm_takes_it(transfer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_roles(transfer: dict[str, Any], role: InstanceRole, *, beside_hand_off: bool = False) -> dict[str, Any]:
-    """Add `kv_role`. A connector that does not hand off saves and loads in every role, as does a cache of kvferry's
-    beside one of vLLM's that hands off. kvferry's MultiConnector sets the roles of its children itself. Raises
-    `ConfigError` if what hands off is given the other instances' role."""
+    """Add `kv_role`. A connector that does not hand off saves and loads in every role. So does a cache of kvferry's
+    beside a connector of vLLM's that hands off. kvferry's MultiConnector sets the roles of its children itself. Raises
+    `ConfigError` if a connector that hands off has the role of the other instances."""
     extra = transfer.get("kv_connector_extra_config")
     is_cache = transfer["kv_connector"].startswith(_PREFIX) and not _hands_off(transfer["kv_connector"])
     only_keeps = (isinstance(extra, dict) and extra.get("hand_off") is False) or (is_cache and beside_hand_off)
