@@ -1,4 +1,5 @@
-"""File modes of what a store writes: blocks and notes reveal what prompts said, so others must not read them."""
+"""File modes of the files that a store writes. Blocks and notes reveal the text of prompts, so other users must not
+read them."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class StoreActivity:
             return {name: float(count) for name, count in self._counts.items()}
 
     def watch(self) -> None:
-        """Record from now on which blocks are stored and lost, for `take_changes`."""
+        """Start to record which blocks are stored and removed, for `take_changes`."""
         self.is_watched = True
 
     def stored(self, hashes: Iterable[BlockHash]) -> None:

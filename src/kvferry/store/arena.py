@@ -1,11 +1,11 @@
 """Memory that the processes of one user on one machine share under a name, for as long as one of them is attached.
 
-Owns the segment (anonymous memory, `memfd_create`), the file by which processes find each other, and the lock. Nothing
-is left behind: the memory is freed with the last process, however that ends, and only a file of a few bytes remains,
-which the next process reuses. What is in the memory is up to the caller.
+Owns the segment (anonymous memory, `memfd_create`), the file by which processes find each other, and the lock. The
+memory is freed when the last process ends, however it ends. Only a file of a few bytes remains, which the next process
+reuses. The caller decides what the memory contains.
 
-The lock is the kernel's (`flock`): it is released when its holder dies, and the next holder learns that a change may
-be half done.
+The lock is the kernel's (`flock`): it is released when its holder dies, and the next holder learns that a change may be
+incomplete.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ RESERVED_BYTES = 16
 
 class Arena:
     """A segment of `num_bytes`, attached under `name`, which must be usable as a file name. Processes that give another
-    size get another segment. `buffer`: all of it. Any thread."""
+    size get another segment. `buffer`: the whole segment. Used from any thread."""
 
     lock_poll_s = 0.0002
     lock_s = 2.0
 
     def __init__(self, name: str, num_bytes: int) -> None:
-        """Attach to the segment, or create it. Raises `ConfigError` if the machine does not have that much free memory,
-        or the directory for shared files cannot be used."""
+        """Attach to the segment, or create it. Raises `ConfigError` if the machine has less free memory, or if the
+        directory for shared files cannot be used."""
         self._label = f"kvferry-{name}"
         self._path = _rendezvous_folder() / f"{name}.members"
         self._thread_lock = threading.Lock()
@@ -59,8 +59,8 @@ class Arena:
 
     @contextmanager
     def locked(self) -> Iterator[bool]:
-        """Hold the lock, which excludes all threads and processes. Yields whether the last holder died while it held
-        the lock.
+        """Hold the lock, which excludes all other threads and processes. Yields True if the last holder died while it
+        held the lock.
 
         Raises `StoreError` if the lock is not free within `lock_s`, or after `close`.
         """
@@ -85,12 +85,13 @@ class Arena:
         return os.getpid(), _own_start_ticks(os.getpid())
 
     def is_alive(self, identity: tuple[int, int]) -> bool:
-        """True if the process with this `identity` is there."""
+        """True if the process with this `identity` exists."""
         pid, start_ticks = identity
         return (_own_start_ticks(pid) if pid == os.getpid() else _start_ticks(pid)) == start_ticks
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
-        """Memory that blocks are copied from or to. Not while the lock is held: in a simulation this takes time."""
+        """Memory from which blocks are copied, or to which. Do not call this while the lock is held: in a simulation,
+        it takes time."""
         return self.buffer[offset : offset + num_bytes]
 
     def address(self, offset: int) -> int:
@@ -103,7 +104,7 @@ class Arena:
             if self.is_closed:
                 return
             self.is_closed = True
-            with suppress(BufferError):  # a view still exists: unmapped with the last one
+            with suppress(BufferError):  # a view still exists: the memory is unmapped with the last one
                 self.buffer.release()
                 self._mapping.close()
             os.close(self._descriptor)
@@ -130,7 +131,7 @@ class Arena:
             yield members
             content = "".join(f"{pid} {number}\n" for pid, number in members).encode()
             try:
-                os.pwrite(file.fileno(), content, 0)  # first: on a full disk, the list is still what it was
+                os.pwrite(file.fileno(), content, 0)  # first: if the disk is full, the list stays unchanged
                 os.ftruncate(file.fileno(), len(content))
             except OSError as error:
                 raise ConfigError(f"cannot use {self._path} to share memory: {error.strerror}") from error

@@ -1,8 +1,8 @@
 """The interface of KV stores: blocks by block hash, kept until they are evicted.
 
-Several processes and machines may share a store. Its methods are coroutines of one event loop; what blocks runs on
-threads of the store. When a method has returned or raised, also by cancellation, nothing reads or writes the caller's
-memory any more. What is stored under a hash never changes.
+Several processes and machines may share a store. Its methods are coroutines of one event loop; calls that would block
+the loop run on threads of the store. When a method has returned or raised, also by cancellation, the store no longer
+reads or writes the caller's memory. The content that is stored under a hash never changes.
 
 The content of a store may come from anyone who can write to it: `record` describes what is verified before it is used.
 """
@@ -70,86 +70,90 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "none"
     """Encoding of blocks: a name of `codecs.table`."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 0.25
-    """Seconds to wait for one call, besides the time that its blocks take at 64 MiB/s. A tier that does not answer by
-    then is not used until it answers again."""
+    """Maximum seconds for one call, plus the time that its blocks take at 64 MiB/s. A tier that does not answer in this
+    time is not used until it answers again."""
     pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
-    """Share of a bounded store's room that may be pinned, so that there is always room for other blocks."""
+    """Share of a bounded store's capacity that may be pinned, so that there is always room for other blocks."""
 
     def check(self, location: str) -> None:
-        """Raise `ConfigError` for mistakes in options or location that can be found before anything is opened."""
+        """Raise `ConfigError` for mistakes in options or location that can be found on any machine, before anything is
+        opened."""
 
     def check_here(self, location: str) -> None:
-        """Raise `ConfigError` if this machine does not have what the store needs. Called at start, before there is a
-        layout. A server that does not answer is not an error: it may be started later."""
+        """Raise `ConfigError` if this machine lacks something that the store needs, such as a library or a folder.
+        Called at start, before there is a layout. A server that does not answer is not an error: it may be started
+        later."""
 
     def shared_name(self, location: str) -> str:
-        """A name that is the same on all instances that share the store, as far as settings and machine determine that;
-        empty: the class of the store. It does not contain the address, since one server or directory may have several
-        names."""
+        """A name of the store that is equal on all instances that share it, as far as settings and machine determine
+        it. An empty string stands for the name of the store's class. The name does not contain the address, since one
+        server or directory may have several addresses."""
         return ""
 
 
 class KVStore(ABC):
-    """Blocks of one layout, by hash. A stored block that does not verify counts as a miss and in `corrupt_blocks`, and
-    is removed.
+    """Blocks of one layout, by hash. A stored block that does not verify is removed; it counts as a miss, and in
+    `corrupt_blocks`.
 
-    Every method may raise `StoreError` if the store cannot be reached; which part of a batch was done then is unknown.
-    Implementations report to `activity`; `kvferry.testing.stores` has their contract suite. Those that other instances
-    share derive from `SharedStore`, those that read single layers from `LayerStore`.
+    Every method may raise `StoreError` if the store cannot be reached. It is then unknown which part of a batch was
+    done. Implementations report to `activity`; `kvferry.testing.stores` has their contract suite. Stores that instances
+    share derive from `SharedStore`, stores that can read single layers from `LayerStore`.
     """
 
     options_type: ClassVar[type[StoreOptions]] = StoreOptions
     medium: ClassVar[str] = "STORAGE"
     """Where the blocks are, as KV events name it: "CPU" or "STORAGE"."""
     ends_calls: ClassVar[bool] = False
-    """True if a cancelled call ends at once and no longer touches the caller's memory, whatever the medium does. Other
-    stores, whose calls may hang or block their loop, are called on a separate loop, with copies of the caller's
-    memory."""
+    """True if a cancelled call ends at once and no longer uses the caller's memory, even if the medium hangs. The calls
+    of other stores may hang or block their loop: they run on a separate loop, with copies of the caller's memory."""
 
     def __init__(self, location: str, options: StoreOptions, layout: KVLayout, machine: Machine = MACHINE) -> None:
-        """Do not open the store yet. `location`: the URL between the scheme and the `?`. `machine`: the threads, files
-        and shared memory to use; a store that uses none of these leaves the parameter out. Raises `ConfigError`."""
+        """Does not open the store. `location`: the part of the URL between the scheme and the `?`. `machine`: the
+        threads, files and shared memory to use; the class of a store that uses none of these may lack the parameter.
+        Raises `ConfigError`."""
         self.location, self.options, self.layout = location, options, layout
         self.machine = machine
         self.records = RecordFormat(layout, make_codec(options.codec, layout))
         self.activity = StoreActivity(self.medium)
 
     async def open(self) -> None:
-        """Called before anything else, perhaps repeatedly. Raises `ConfigError` or `StoreError` if the store cannot be
-        used."""
+        """Open the store. Called before all other methods, possibly repeatedly. Raises `ConfigError` or `StoreError` if
+        the store cannot be used."""
 
     @abstractmethod
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """Number of leading blocks that are stored. They are not read, so `get` may still find one damaged."""
+        """Number of blocks at the beginning of `hashes` that are stored. They are not read, so `get` may still find one
+        of them damaged."""
 
     @abstractmethod
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """Read blocks directly into `Read.into`. False: the block is not there or did not verify; its `into` then holds
-        arbitrary bytes."""
+        """Read blocks directly into `Read.into`. Returns one value for each of `reads`; False: the block is not stored
+        or did not verify, and its `into` has arbitrary bytes."""
 
     @abstractmethod
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """Store blocks. A block that is only partly written is never found, even if this process is killed."""
+        """Store blocks. Returns the result for each. A block that is only partly written is never found, even if this
+        process is killed."""
 
     @abstractmethod
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """Protect these blocks from eviction until `unpin`, as far as `pinned_share` allows. Returns the number that
+        """Protect these blocks from eviction until `unpin`, as far as `pinned_share` allows. Returns how many of them
         are pinned now. Pins are not counted: one `unpin` undoes any number of `pin`."""
 
     @abstractmethod
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
-        """Allow eviction of these blocks again. Returns the number that are stored."""
+        """Allow eviction of these blocks again. Returns how many of them are stored."""
 
     @abstractmethod
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
-        """Remove these blocks, pinned or not. Returns the number that were stored."""
+        """Remove these blocks, also pinned ones. Returns how many of them were stored."""
 
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """A hint for eviction: the request whose prompt begins with these blocks has its whole answer. Given only if
-        `StoreSpec.uses_finishes`. Default: ignored."""
+        """A hint for eviction: a request whose prompt begins with these blocks has its complete answer. Called only if
+        `StoreSpec.uses_finishes`. By default, it is ignored."""
 
     async def close(self) -> None:
-        """Release all resources of this process. What is stored stays, unless it is in memory that ends with this
+        """Release all resources of this process. Stored blocks stay, unless they are in memory that ends with this
         process."""
 
     def statistics(self) -> dict[str, float]:

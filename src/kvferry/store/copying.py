@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 SMALL_BYTES = 4096
-"""Shorter copies take less time than releasing the GIL does."""
+"""Copies of fewer bytes take less time than releasing the GIL."""
 
 
 def copy_bytes(into: memoryview, source: memoryview) -> None:
-    """Copy `source` to `into`, which has the same length. Threads run meanwhile if it is at least `SMALL_BYTES`
-    long."""
+    """Copy `source` to `into`, which has the same length. Other threads can run during copies of at least
+    `SMALL_BYTES`."""
     if len(source) < SMALL_BYTES:
         into[:] = source
     else:

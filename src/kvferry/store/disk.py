@@ -22,22 +22,23 @@ from kvferry.store.record import read_exactly, write_all
 
 TEMPORARY_SUFFIX = ".tmp"
 TOUCH_S = 60.0
-"""A file's modification time is renewed by a read only if it is older than this, to spare the disk."""
+"""Reading a file renews its modification time only if that is older than this, to save writes."""
 
 
 class NotAFile(OSError):
-    """The path is not a plain file but, for example, a FIFO, a read of which might never end."""
+    """The path is not a plain file but, for example, a FIFO, and reading it might never end."""
 
 
 class Disk:
-    """The file systems of this machine. Methods may raise `OSError` where they do not say otherwise. Any thread.
+    """The file systems of this machine. Methods may raise `OSError` unless their docstring says otherwise. Used from
+    any thread.
 
-    Paths are plain strings where blocks are read and written: a `Path` takes longer to make than some of the calls.
+    Paths are plain strings where blocks are read and written: making a `Path` takes longer than some of the calls.
     """
 
     stale_temporary_s = 3600.0
-    """Age at which a temporary file of another machine counts as left behind; one of this machine does when its
-    process is gone."""
+    """Age in seconds at which a temporary file of another machine counts as abandoned. A temporary file of this machine
+    counts as abandoned when its process is gone."""
 
     def make_folder(self, path: Path, access: FileAccess) -> None:
         """Make a directory and its missing parents."""
@@ -49,7 +50,8 @@ class Disk:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def write(self, path: str, views: Sequence[memoryview], access: FileAccess, *, fsync: bool = False) -> None:
-        """Write a temporary file beside the final one, and rename it. If this raises, nothing is left behind."""
+        """Write a temporary file beside the final one, and rename it. If this raises, no temporary file is left; with
+        `fsync`, the final file may exist."""
         temporary = f"{path}.{_machine()}.{os.getpid()}.{entropy.token_hex(4)}{TEMPORARY_SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
@@ -77,8 +79,8 @@ class Disk:
         os.posix_fallocate(descriptor, 0, num_bytes)
 
     def _preallocate(self, descriptor: int, num_bytes: int) -> None:
-        """Allocate the file before it is written, which is faster than growing it and reports a full disk before
-        anything is written. File systems that cannot do this are left alone."""
+        """Allocate the file before it is written: this is faster than growing it, and a full disk is noticed before
+        anything is written. Does nothing on file systems that cannot do this."""
         try:
             if num_bytes:
                 self.allocate(descriptor, num_bytes)

@@ -34,7 +34,7 @@ Content = TypeVar("Content", bound=msgspec.Struct)
 
 
 class BadKeyRecord(StoreError):
-    """The note under a key's name is not a record of this fleet."""
+    """The note with a key's name is not a record of this fleet."""
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -104,7 +104,7 @@ class KeyNotes:
     """The names and contents of the notes of keys. `token`: the fleet's; empty: it has none."""
 
     skew_s = 60.0
-    """Maximum difference between the clocks of two machines (s)."""
+    """Maximum difference between the clocks of two machines, in seconds."""
     max_pages = 4096
 
     def __init__(self, token: str) -> None:

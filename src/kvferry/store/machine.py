@@ -17,12 +17,12 @@ class Machine:
 
     disk: Disk = DISK
     min_deadline_s: float = 0.0
-    """Minimum deadline of one call of a store, and minimum wait for a producer's heartbeat: more than 0 where other
-    work keeps this machine so busy that a late answer shows nothing."""
+    """Minimum seconds of the deadline of one call to a store, and of the wait for a producer's heartbeat. More than 0
+    where other work keeps this machine so busy that a late answer does not mean a failure."""
 
     def threads(self, number: int, name: str, *, moves_blocks: bool = True) -> Threads:
-        """At most `number` threads for calls that block. `moves_blocks` false: the calls take negligible time, if they
-        return at all."""
+        """At most `number` threads for calls that block. `moves_blocks` False: the calls take very little time, if they
+        return."""
         return Threads(number, name)
 
     def transfer_loop(self, name: str) -> TransferLoop:

@@ -53,7 +53,7 @@ def _write_now(copy: Callable[[], object]) -> bool:
 
 
 class CorruptBlock(Exception):
-    """The value under a hash is not that block. Handled within the store, as a miss."""
+    """The value that is stored under a hash is not that block. Handled within the store, as a miss."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
     memory:4GiB                          file:/var/kv?max_bytes=100GiB&eviction=lru
     valkey://:password@host:6379/0       my_package.my_store:MyStore?anything=1     (a class of another package)
 
-URLs are read strictly: an unknown scheme or option is an error that names the nearest known one. A new store is one new
-file and one line here; in another package it is an entry point of the group "kvferry.stores" (its name is the scheme),
-or `package.module:Class` in place of the scheme.
+An unknown scheme or option in a URL is an error, which names the nearest known one. A new store is one new file and one
+line here. A store of another package is an entry point of the group "kvferry.stores" (its name is the scheme), or
+`package.module:Class` in place of the scheme.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StoreSpec:
 
     @property
     def is_shared(self) -> bool:
-        """True if other instances find the blocks and notes that this one stores."""
+        """True if other instances find the blocks and notes of the store."""
         return issubclass(self.kind, SharedStore)
 
     @property
@@ -76,14 +76,14 @@ class StoreSpec:
         return eviction is not None and eviction_class(eviction).finish is not EvictionPolicy.finish
 
     def make(self, layout: KVLayout, machine: Machine = MACHINE) -> KVStore:
-        """The store for one layout; `open` it before use."""
+        """Make the store for one layout. Call its `open` before use."""
         if machine is MACHINE:
             return self.kind(self.url.location, self.options, layout)
         return self.kind(self.url.location, self.options, layout, machine)
 
 
 def find_store(text: str) -> StoreSpec:
-    """The store that a URL names. Raises `ConfigError` that says what is wrong with the URL."""
+    """The store that a URL names. Raises `ConfigError` for mistakes in the URL."""
     is_ours = text.partition(":")[0] in EXTENSIONS.table
     url = parse_store_url(text, frozenset(EXTENSIONS.table if is_ours else EXTENSIONS.names()))
     kind: type[KVStore] = EXTENSIONS.find(url.scheme, KVStore)

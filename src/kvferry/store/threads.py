@@ -1,7 +1,7 @@
 """The threads of a store, for calls that block, such as those to a network file system whose server is gone.
 
-Owns the threads. Nothing can end a call that does not return: its caller continues without it, its thread is left
-behind, and another thread replaces it. The threads are daemons, so that a process ends without them.
+Owns the threads. A call that does not return cannot be ended: its caller continues without it, its thread is abandoned,
+and another thread replaces the thread. The threads are daemons, so that the process can end while they run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Stop:
         self._lock, self._requested = threading.Lock(), False
 
     def now(self) -> None:
-        """Ask the function to stop. When this returns, `write` writes nothing any more."""
+        """Ask the function to stop. After this has returned, `write` does not write any more."""
         with self._lock:
             self._requested = True
 
@@ -39,7 +39,7 @@ class Stop:
 
     def write(self, function: Callable[[], object]) -> bool:
         """Call a function that writes to the caller's memory, and that must not block, unless the caller has stopped
-        waiting. Returns whether it was called."""
+        waiting. Returns True if it was called."""
         with self._lock:
             if not self._requested:
                 function()
@@ -47,7 +47,7 @@ class Stop:
 
 
 class ThreadCall:
-    """A function that waits to be called, is being called, or was left behind."""
+    """A function that waits to be called, runs, or was abandoned."""
 
     def __init__(self, function: Callable[[Stop], Any]) -> None:
         self.function, self.stop = function, Stop()
@@ -55,7 +55,7 @@ class ThreadCall:
         self.is_over = self.is_left = False
 
     def make(self) -> None:
-        """Call it, unless the caller has stopped waiting."""
+        """Call the function, unless the caller has stopped waiting."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -65,8 +65,8 @@ class ThreadCall:
 
 
 class Threads:
-    """At most `number` threads for calls that are awaited, started when they are needed; `name` begins their names.
-    While `max_left` threads are left behind in calls, no other call is made."""
+    """At most `number` threads for calls that are awaited. Threads are started when they are needed; their names begin
+    with `name`. While `max_left` threads are abandoned in calls, no other call is made."""
 
     close_s = 2.0
     """Maximum seconds that `close` waits for running calls."""
@@ -79,9 +79,9 @@ class Threads:
         self._is_closed = False
 
     async def run(self, function: Callable[[Stop], Result]) -> Result:
-        """Run a function on a thread. On cancellation it gets a request to stop and is left behind: it must write to
-        the caller's memory by `Stop.write` only, and may read it until it ends. Raises `StoreError` if too many calls
-        do not return, and what the function raises."""
+        """Run a function on a thread. On cancellation, the function is asked to stop and is abandoned: it must write to
+        the caller's memory by `Stop.write` only, and may read the memory until it ends. Raises `StoreError` if too many
+        calls do not return, and the exceptions of the function."""
         call = ThreadCall(function)
         with self._changed:
             self._require_open()
@@ -95,7 +95,7 @@ class Threads:
             raise
 
     def close(self) -> None:
-        """Take no other call, and end the threads when all calls are made, or in `close_s`."""
+        """Accept no further calls, and end the threads when all calls have returned, or after `close_s` seconds."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -138,7 +138,7 @@ class Threads:
                 self._num_left -= call.is_left
 
     def _next(self) -> ThreadCall | None:
-        """The next call; None: this thread is not needed any more."""
+        """The next call; None: the thread is no longer needed."""
         with self._changed:
             self._num_idle += 1
             self._changed.wait_for(lambda: self._calls or self._is_closed or self._has_excess_thread)

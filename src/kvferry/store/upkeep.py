@@ -1,7 +1,7 @@
 """The operations of `kvferry cache` on the directory of a file store: list, verify, pin, remove, export, import.
 
-Needs no model: what a record must contain follows from its path, `<layout fingerprint>[.<codec>]/<first byte>/<block
-hash>.kv`. Every function may run while instances use the store.
+Needs no model: the path of a record determines what it must contain: `<layout fingerprint>[.<codec>]/<first
+byte>/<block hash>.kv`. Every function may run while instances use the store.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvferry.store.media.file_room import PIN_SUFFIX, SUFFIX, block_files, folde
 from kvferry.store.record import CorruptBlock, Label, read_label, verify_record
 
 MAX_RECORD_BYTES = 2**32
-"""A longer file is not a block."""
+"""Maximum bytes of a block's file."""
 _LABEL_BYTES = 2**21
-"""More than the longest header."""
+"""More bytes than any header has."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Entry:
 
     path: Path
     fingerprint: str
-    """The layout's, followed by a dot and the codec if there is one."""
+    """The fingerprint of the layout, followed by a dot and the name of the codec if there is one."""
     num_bytes: int
     used_s: float
     is_pinned: bool
@@ -167,7 +167,7 @@ def set_pinned(root: Path, prefix: str, pinned: bool) -> int:
 
 
 def pin_entry(entry: Entry, pinned: bool, count: int) -> None:
-    """Pin or unpin a block, after `count` others. Raises `StoreError`."""
+    """Pin or unpin a block, after `count` other blocks. Raises `StoreError`."""
     mark = entry.path.with_suffix(PIN_SUFFIX)
     try:
         if pinned:
@@ -214,14 +214,14 @@ def import_(root: Path, file: IO[bytes]) -> tuple[int, int]:
     """Store the blocks of an archive that `export` wrote. Returns how many were stored, and how many were refused. The
     files get the access of the layout's directory, or of the root's.
 
-    The archive is not trusted: only what verifies is written, to the path that follows from the block's own header.
+    The archive is not trusted: only blocks that verify are written, each to the path that its own header determines.
     Raises `ConfigError` if it is not an archive.
     """
     stored = refused = 0
     try:
         with tarfile.open(fileobj=file, mode="r|") as archive:
             for member in archive:
-                # `export` writes no sparse files, whose size says nothing about the bytes that the archive has.
+                # `export` writes no sparse files: their size can exceed the bytes that the archive has.
                 is_block = member.isreg() and not member.issparse() and member.size <= MAX_RECORD_BYTES
                 content = archive.extractfile(member) if is_block else None
                 path = _path_for(root, content.read()) if content is not None else None

@@ -1,4 +1,4 @@
-"""The operations of `kvferry cache … --key` on the directory of a file store: on the blocks that a client's key names.
+"""The operations of `kvferry cache … --key` on the directory of a file store: for the blocks that a client's key names.
 
 Every function may run while instances use the store. Keys are found with the token of the instances that stored them.
 """
@@ -19,13 +19,13 @@ from kvferry.store.media.file_room import PIN_SUFFIX
 from kvferry.store.upkeep import Entry, entries, pin_entry
 
 PIN_TTL_S = 10 * 365 * 24 * 3600.0
-"""Time to live of a pinned key."""
+"""Seconds after which a pinned key expires."""
 
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """A key in a store. `record`: the record of the first rank; `names`: the beginnings of the hashes of all its
-    blocks."""
+    """A key in a store. `record`: the key's record of the first rank; `names`: the beginnings of the hashes of all
+    blocks of this record."""
 
     record: KeyRecord
     names: frozenset[bytes]
@@ -39,7 +39,7 @@ class KeyFolder:
         self._files = NoteFiles(root / "notes", access_of(root / "notes", root))
 
     def find(self, key: str) -> KeyEntry:
-        """The key. Raises `ConfigError` if there is none that can be read."""
+        """Find a key. Raises `ConfigError` if there is none, or it cannot be read."""
         record = self._record(key, 0)
         if record is None:
             raise ConfigError(
@@ -54,7 +54,7 @@ class KeyFolder:
         return KeyEntry(record, frozenset(names))
 
     def blocks(self, key_entry: KeyEntry) -> Iterator[Entry]:
-        """The key's stored blocks, of all ranks, and of every codec."""
+        """The stored blocks of the key, of all ranks and of all codecs."""
         digits = 2 * NAME_BYTES
         hashes = {name.hex() for name in key_entry.names}
         return (entry for entry in entries(self._root) if entry.name[:digits] in hashes)
@@ -74,8 +74,8 @@ class KeyFolder:
         return count
 
     def remove(self, key: str, key_entry: KeyEntry, *, pinned_too: bool) -> tuple[int, int]:
-        """Remove the key's blocks, pinned ones only with `pinned_too`, and the key unless some are left. Returns how
-        many blocks were removed, and how many are left."""
+        """Remove the key's blocks, pinned ones only with `pinned_too`, and the key itself unless some blocks are left.
+        Returns how many blocks were removed, and how many are left."""
         removed = left = 0
         for entry in self.blocks(key_entry):
             if entry.is_pinned and not pinned_too:

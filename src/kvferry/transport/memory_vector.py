@@ -1,7 +1,7 @@
-"""Pieces of this process's memory that are sent to a socket, or received from one, in order.
+"""Ranges of this process's memory that are sent to a socket, or received from one, in order.
 
-The kernel gets them as an array (`struct iovec`, `man 2 sendmsg`), without a Python object for each, which would cost
-as much as the copy of a short piece.
+The kernel gets them as an array (`struct iovec`, `man 2 sendmsg`). There is no Python object for each range, which
+would cost as much as the copy of a short range.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 CALL_BYTES = 2**20
-"""Bytes offered to the kernel in one call, which examines all pieces even if it moves few."""
+"""A call offers ranges to the kernel until they have at least this many bytes, so the last range may exceed it. More
+would cost time: the kernel examines all ranges of a call even if it moves few bytes."""
 CALL_PIECES = 512
-"""Pieces offered to the kernel in one call. Below Linux' IOV_MAX of 1024."""
+"""Maximum number of ranges offered to the kernel in one call. Below Linux' IOV_MAX of 1024."""
 ROW_BYTES = 16
 """Size of a `struct iovec`."""
 
-_LIBRARY = ctypes.CDLL(None, use_errno=True)  # calls give up the GIL
+_LIBRARY = ctypes.CDLL(None, use_errno=True)  # calls release the GIL
 
 
 class _Header(ctypes.Structure):
@@ -50,8 +51,8 @@ _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class MemoryVector:
-    """`lengths[i]` bytes (not 0) at `addresses[i]`, both int64, and the number of bytes done. The caller has checked
-    that the addresses are mapped, and keeps them mapped until it is done."""
+    """`lengths[i]` bytes (not 0) at `addresses[i]`, both int64, and the number of bytes that are done. The caller must
+    have checked that the addresses are mapped, and must keep them mapped until all bytes are done."""
 
     def __init__(self, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         self._vector = np.stack((addresses, lengths), axis=1)
@@ -63,28 +64,29 @@ class MemoryVector:
 
     @property
     def num_left(self) -> int:
-        """Bytes that are not done."""
+        """Number of bytes that are not done yet."""
         return self.num_bytes - self.num_done
 
     def send(self, sock: socket.socket) -> int:
-        """Send as much as the kernel accepts at once. Returns the number of bytes. Raises `BlockingIOError` if none, or
-        `OSError`."""
+        """Send as many bytes as the kernel accepts now, and return their number. Raises `BlockingIOError` if it accepts
+        none, and other `OSError`s."""
         self._offer()
         return self._call(_SEND, sock, _SEND_FLAGS)
 
     def receive(self, sock: socket.socket) -> tuple[int, int]:
-        """Receive the available bytes: (bytes received, bytes requested); 0 received when the peer has closed. Raises
-        as `send`."""
+        """Receive the available bytes. Returns the number of bytes received, which is 0 when the peer has closed, and
+        the number of bytes requested. Raises as `send`."""
         num_offered = self._offer()
         return self._call(_RECEIVE, sock, socket.MSG_DONTWAIT), num_offered
 
     def leading(self, limit: int) -> memoryview:
-        """The first piece of the rest, `limit` bytes of it at most."""
+        """The next range that is not done, or its first `limit` bytes if it is longer."""
         address, length = (int(number) for number in self._vector[self._first])
         return _memory(address, min(length, limit))
 
     def gather(self, into: memoryview) -> int:
-        """Copy from the rest until `into` is full. Returns the number of bytes; they do not count as done."""
+        """Copy bytes that are not done into `into`, from at most `CALL_PIECES` ranges. Returns the number of bytes
+        copied. They do not count as done."""
         num_copied = 0
         for address, length in self._vector[self._first : self._first + CALL_PIECES].tolist():
             count = min(length, len(into) - num_copied)
@@ -112,7 +114,7 @@ class MemoryVector:
         return count
 
     def advance(self, num_bytes: int) -> None:
-        """Count `num_bytes` more as done."""
+        """Record that `num_bytes` more bytes are done."""
         self.num_done += num_bytes
         num_left = int(self._ends[self._first]) - self.num_done
         if num_left < 0:
@@ -120,7 +122,7 @@ class MemoryVector:
             num_left = int(self._ends[self._first]) - self.num_done if self.num_left else 0
         elif num_left == 0:
             self._first += 1
-        if num_left > 0:  # of a partly done piece
+        if num_left > 0:  # of a range that is partly done
             row = self._vector[self._first]
             row[0] += int(row[1]) - num_left
             row[1] = num_left

@@ -1,7 +1,6 @@
-"""The interface of codecs, which encode the bytes of a block for a store: unchanged, or smaller.
-
-A codec belongs to one tier, and is made for one layout. It works on spans (one block of one layer). The bytes that it
-decodes were verified by checksum, but their writer may be malicious: lengths inside must not be trusted.
+"""The interface of codecs, which encode the bytes of a block for a store: unchanged or smaller. A codec belongs to one
+tier, and is made for one layout. It works on spans (one block of one layer). The bytes that it decodes were verified by
+checksum, but their writer may be malicious: do not trust lengths in them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Codec(ABC):
 
     @classmethod
     def require_libraries(cls) -> None:
-        """Raise `MissingDependency` if a library that it needs is not installed; called before anything is started."""
+        """Raise `MissingDependency` if a library that it needs is not installed. Called before anything is started."""
 
     def __init__(self, layout: KVLayout) -> None:
         """Raises `ConfigError` if spans of this layout cannot be encoded (packing, dtype)."""
@@ -43,8 +42,8 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, encoded: memoryview, layer: int, into: memoryview) -> None:
-        """Fill `into`, which has the span's length, and nothing else. Raises `CodecError`."""
+        """Decode to `into`, which has the span's length, and write nowhere else. Raises `CodecError`."""
 
     @abstractmethod
     def max_encoded_bytes(self, layer: int) -> int:
-        """The longest that an encoded span of this layer can be."""
+        """Maximum bytes of an encoded span of this layer."""

@@ -1,4 +1,5 @@
-"""Encoded spans that begin with one byte: packed, or unchanged if packing would not make them smaller."""
+"""Encoded spans that begin with one byte, which says if the rest is packed, or unchanged because packing would not make
+it smaller."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class FramedCodec(Codec):
         return bytes((PACKED,)) + packed
 
     def decode(self, encoded: memoryview, layer: int, into: memoryview) -> None:
-        """No memory is allocated by lengths that `encoded` claims."""
+        """Decode. Allocates no memory by lengths that `encoded` claims."""
         mode, payload = bytes(encoded[:1]), encoded[1:]
         if mode == bytes((PLAIN,)) and len(payload) == len(into):
             into[:] = payload

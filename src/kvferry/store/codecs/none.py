@@ -6,7 +6,8 @@ from kvferry.store.codecs.base import Codec, CodecError
 
 
 class NoCodec(Codec):
-    """Does not encode, and copies only when decoding. Stores may read directly to where the bytes are needed."""
+    """Does not encode, and copies only when decoding. Stores may read directly into the memory where the bytes are
+    needed."""
 
     name = "none"
     lossless = True

@@ -24,7 +24,7 @@ Floats = NDArray[np.float32]
 SMALLEST = np.float32(2.0**-126)
 """The smallest normal scale; groups that would need a smaller one become 0."""
 LARGEST = {"float16": 0.9 * 65504, "bfloat16": 1e38, "float32": 1e38}
-"""The largest magnitude that is quantized: with scales rounded up, what comes back is finite in that type, and so is
+"""The largest magnitude that is quantized: with scales rounded up, decoded numbers are finite in that type, and so is
 the difference of two such numbers in float32."""
 
 
@@ -83,7 +83,7 @@ class QuantizedCodec(FramedCodec):
 
     @abstractmethod
     def _restore(self, packed: memoryview, shape: tuple[int, ...], axis: int) -> Floats:
-        """The inverse. Raises nothing: any bytes of the right length mean some numbers."""
+        """The inverse. Never raises: any bytes of the right length stand for some numbers."""
 
 
 class Int8Codec(QuantizedCodec):

@@ -20,7 +20,7 @@ DEFAULT = "none"
 
 
 def codec_class(name: str) -> type[Codec]:
-    """The codec of that name. Raises `UnknownName` with the nearest one, or `ConfigError` if it is not a codec."""
+    """The codec with this name. Raises `UnknownName` with the nearest one, or `ConfigError` if it is not a codec."""
     codec: type[Codec] = EXTENSIONS.find(name, Codec)
     if not NAME.fullmatch(codec.name):
         raise ConfigError(f"codec {name}: its own name is {codec.name!r}, and must be of at most 16 letters and digits")

@@ -1,7 +1,6 @@
-"""Eviction policies: which block a full store evicts first. A pure object without bytes, clock, thread or lock.
-
-Its driver, a store or the simulator that replays a trace, reports what happens to blocks and when, and asks for blocks
-to evict. The same events give the same result. One thread at a time may call it.
+"""Eviction policies: which block a full store evicts first. A policy has no bytes, clock, thread or lock. Its driver, a
+store or the simulator that replays a trace, reports events of blocks with their times, and asks for blocks to evict.
+The same events give the same result. Only one thread at a time may call it.
 
 One request to a store is: `access` for each block that it finds, then `insert` for each that it adds, both in the order
 of its prompt, with `evict` in between when room is needed, and `finish` once the answer is complete.
@@ -18,10 +17,9 @@ Key = Hashable
 
 
 class EvictionPolicy(ABC):
-    """Owns the order of the cached blocks, and a memory of some that were evicted.
-
-    `capacity`: about how many blocks fit, at least 1. A policy sizes its queues and its memory of past blocks by it; it
-    never evicts by itself. `now`: seconds of any clock that does not go back.
+    """Owns the order of the cached blocks, and remembers some evicted ones. `capacity`: about how many blocks fit, at
+    least 1. It determines the size of the policy's queues; a policy never evicts by itself. `now`: seconds of any clock
+    that does not go back.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -47,8 +45,8 @@ class EvictionPolicy(ABC):
             self._access(key, now)
 
     def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
-        """The request whose prompt consists of `keys` has got its whole answer: a hint that some drivers cannot give.
-        Default: ignored."""
+        """Record that the request whose prompt consists of `keys` has its complete answer. Not all drivers call this.
+        Ignored by default."""
         return
 
     def remove(self, key: Key) -> None:
@@ -60,7 +58,7 @@ class EvictionPolicy(ABC):
             self._remove(key)
 
     def evict(self, now: float) -> Key | None:
-        """Choose a block to evict, and remove it. None: all are pinned, or there is none."""
+        """Choose a block to evict, and remove it. None: all blocks are pinned, or there are none."""
         while (victim := self._victim(now)) is not None:
             if victim not in self._pins:
                 return victim
@@ -68,7 +66,7 @@ class EvictionPolicy(ABC):
         return None
 
     def pin(self, key: Key) -> None:
-        """Do not evict this block until `unpin` was called as often as `pin`; ignored if it is not cached."""
+        """Protect a block from eviction until `unpin` was called as often as `pin`; ignored if it is not cached."""
         if key in self:
             self._pins[key] += 1
 

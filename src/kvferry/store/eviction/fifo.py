@@ -1,4 +1,4 @@
-"""First in, first out: the block that has been kept the longest first, used or not."""
+"""First in, first out: the block that was inserted first is evicted first, whether it was used or not."""
 
 from __future__ import annotations
 

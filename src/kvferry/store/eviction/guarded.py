@@ -1,4 +1,4 @@
-"""A wrapper that contains the errors of an eviction policy.
+"""A wrapper around an eviction policy that handles the policy's errors.
 
 Policies may come from other packages, and stores and the engine's prefix cache report every use of a block to them. If
 one raises, or evicts a block that is not cached or is pinned, this is logged once, and LRU replaces it, beginning with
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class GuardedPolicy:
-    """Has the methods of `EvictionPolicy`, none of which raises what the policy raises."""
+    """Has the methods of `EvictionPolicy`. They do not raise the policy's exceptions."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
@@ -51,7 +51,7 @@ class GuardedPolicy:
             self._report_to_policy(self.policy.remove, key)
 
     def pin(self, key: Key) -> None:
-        """Do not evict this block until `unpin` was called as often; ignored if it is not cached."""
+        """Protect a block from eviction until `unpin` was called as often as `pin`; ignored if it is not cached."""
         if key in self._pins:
             self._num_pinned += self._pins[key] == 0
             self._pins[key] += 1
@@ -65,13 +65,13 @@ class GuardedPolicy:
             self._report_to_policy(self.policy.unpin, key, now)
 
     def evict(self, now: float) -> Key | None:
-        """Choose a block to evict, and remove it. None exactly if all are pinned, or there is none."""
+        """Choose a block to evict, and remove it. None if all blocks are pinned, or there are none."""
         if self._num_pinned == len(self._pins):
             return None
         try:
             victim = self.policy.evict(now)
             if self._pins.get(victim, 1):
-                raise LookupError(f"it evicts {victim!r}, which is pinned or not kept")
+                raise LookupError(f"it evicts {victim!r}, which is pinned or not cached")
         except Exception as error:  # noqa: BLE001 - the policy's mistake
             self._replace(error)
             victim = self.policy.evict(now)

@@ -11,8 +11,8 @@ ALLOWED_STALE = 64
 
 class LeafLru(EvictionPolicy):
     """A queue of batches. A batch has blocks that were used one after another, each deeper in its prompt than the one
-    before, and is evicted from its end. A block that other cached blocks follow, as its prompt came in several batches,
-    is moved to a newer batch instead."""
+    before, and is evicted from its end. A block that other cached blocks follow, because its prompt came in several
+    batches, is moved to a newer batch instead."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

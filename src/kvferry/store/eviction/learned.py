@@ -43,7 +43,7 @@ _ALLOWED_STALE = 64
 
 
 class _Timed(Protocol):
-    """Something with a start time, which does not change while it is in a queue."""
+    """An item with a start time, which does not change while the item is in a queue."""
 
     started: float
 

@@ -16,7 +16,7 @@ class Lfu(EvictionPolicy):
         self._uses: dict[Key, int] = {}
         self._queues: dict[int, OrderedDict[Key, None]] = {}
         self._min_uses = 0
-        """No block in the order has fewer uses."""
+        """The smallest number of uses of a block in the order."""
 
     def _insert(self, key: Key, now: float, parent: Key | None) -> None:
         self._link(key, 1)

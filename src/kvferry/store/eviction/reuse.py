@@ -1,14 +1,14 @@
 """The better of two orders: the learned one (`LearnedPolicy`), or LRU while popularity changes faster than it learns.
 
 Both orders run all the time, each on a *shadow*: the blocks that a cache of the same size would keep by that order
-alone. The hits of each are therefore known exactly, whichever of them is followed meanwhile. The cache itself evicts
+alone. The hits of each are therefore known exactly, whichever of them decides at the time. The cache itself evicts
 blocks that the shadow it follows has evicted, in the same order.
 
-The learned order is followed first. LRU replaces it when LRU's shadow leads by `ALLOWED_LAG` of the capacity in hits.
-The learned order comes back when its hits since its worst moment outweigh two costs. These are the change itself (the
-hits that are lost because blocks of its shadow are not cached: as many as uses of its shadow are hits, in the mean) and
-the hits by which this cache is behind LRU so far. So if a workload alternates, the cache does not. Policies that duel:
-Qureshi and others (ISCA 2007).
+The learned order decides first. LRU replaces it when LRU's shadow leads by `ALLOWED_LAG` of the capacity in hits. The
+learned order comes back when its hits since its worst moment outweigh two costs. The first cost is the change itself:
+hits are lost because some blocks of its shadow are not cached (their number times the mean hits of its shadow per use).
+The second is the number of hits by which this cache is behind LRU so far. So if a workload alternates, the cache does
+not. Policies that duel: Qureshi and others (ISCA 2007).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvferry.store.eviction.learned import LearnedPolicy
 
 ALLOWED_LAG, MIN_LAG = 1 / 40, 3
 REMEMBERED_LEAD = 1 / 2
-"""The largest lead that counts, as a share of the capacity, so that one from long ago does not decide forever."""
+"""The largest lead that counts, as a share of the capacity, so that an old lead does not decide forever."""
 
 
 class Shadow:

@@ -20,7 +20,7 @@ DEFAULT = "lru"
 
 
 def eviction_class(name: str) -> type[EvictionPolicy]:
-    """The policy of that name. Raises `UnknownName` with the nearest one, or `ConfigError` if it is not a policy."""
+    """The policy with this name. Raises `UnknownName` with the nearest one, or `ConfigError` if it is not a policy."""
     policy_class: type[EvictionPolicy] = EXTENSIONS.find(name, EvictionPolicy)
     return policy_class
 

@@ -6,10 +6,10 @@ crash leaves no partial block, only a temporary file that another process remove
 beside a block pins it.
 
 With `max_bytes`, blocks are removed in the order of the eviction policy until a tenth of the room is free. Each process
-has its own policy. It knows the uses by this process, and infers those by others from the directory: which files exist,
-and their modification times, which reads renew. A process scans the directory each time it has written 1/32 of
-`max_bytes`, so several writers may exceed the limit by that much each. The limit applies to the whole directory with
-all its layouts.
+has its own policy. The policy knows the uses by its process, and infers uses by other processes from the directory:
+which files exist, and their modification times, which reads renew. A process scans the directory each time it has
+written 1/32 of `max_bytes`, so several writers may exceed the limit by that much each. The limit applies to the whole
+directory with all its layouts.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileOptions(StoreOptions, frozen=True, kw_only=True):
-    """`max_bytes`: of all blocks under the directory; None: no limit. `fsync`: a stored block survives a power failure.
-    `access` "group": the group may read and write the files. `threads`: most files that are read or written at a
-    time."""
+    """`max_bytes`: maximum bytes of all blocks under the directory; None: no limit. `fsync`: a stored block survives a
+    power failure. `access` "group": the group may read and write the files. `threads`: maximum number of files that are
+    read or written at a time."""
 
     max_bytes: StoreBytes | None = None
     eviction: str = "lru"
@@ -82,7 +82,7 @@ class FileOptions(StoreOptions, frozen=True, kw_only=True):
             raise ConfigError(f"cannot keep KV blocks in {root}: {error.strerror}") from error
 
     def shared_name(self, location: str) -> str:
-        """Every directory may be the same."""
+        """The same name for all directories: any two paths may lead to the same directory."""
         return "file"
 
 
@@ -103,7 +103,8 @@ class FileStore(SharedStore, LayerStore):
         self._disk = machine.disk
         self._threads = machine.threads(self._num_threads, "kvferry-file-store")
         self._match_threads = machine.threads(4, "kvferry-file-match", moves_blocks=False)
-        """Threads for calls that take no time if the disk answers at all, so that they do not queue behind blocks."""
+        """Threads for calls that take very little time if the disk answers, so that these calls do not wait for
+        blocks."""
         self._notes = NoteFiles(self.root / "notes", self._access, self._disk)
         block_bytes = self.records.max_record_bytes
         self._room = FileRoom(self.root, options.max_bytes, options.eviction, block_bytes, disk=self._disk)
@@ -113,7 +114,7 @@ class FileStore(SharedStore, LayerStore):
         await self._threads.run(lambda stop: _make_folder(self._disk, self._folder, self.root, self._access))
 
     async def close(self) -> None:
-        """End the threads; no file is kept open."""
+        """End the threads. No file stays open."""
         self._threads.close()
         self._match_threads.close()
 
@@ -169,7 +170,7 @@ class FileStore(SharedStore, LayerStore):
         return super().statistics() | self._room.statistics()
 
     async def _read_in_parallel(self, items: Sequence[Item], read: Callable[[Item, Stop], bool]) -> list[bool]:
-        """Read with all threads. Returns or raises only when all of them have ended, or were left behind."""
+        """Read with all threads. Returns or raises only when all threads have ended their calls, or were abandoned."""
         part_size = max(1, -(-len(items) // self._num_threads))
 
         def work(part: Sequence[Item], stop: Stop) -> list[bool]:
@@ -230,7 +231,10 @@ class FileStore(SharedStore, LayerStore):
             with self._disk.open(path) as file:
                 num_bytes = decode(file, self._scratch())
                 self._disk.touch_open(file)
-        except (FileNotFoundError, PermissionError):  # that one may not be read says nothing about the others
+        except (
+            FileNotFoundError,
+            PermissionError,
+        ):  # that this file may not be read does not mean that other files may not
             self.activity.count(missing_blocks=1)
             self._record_missing(block_hash)
             return False

@@ -25,9 +25,8 @@ def note_files(folder: Path, pattern: str, disk: Disk = DISK) -> list[Path]:
 
 
 class NoteFiles:
-    """Notes, one in each file: 8 bytes with the time of expiry (Unix time in ms, little-endian), then the content.
-    Expired ones are removed now and then, some with each write, so that no write takes long where there are many. Any
-    thread."""
+    """Notes, one in each file: 8 bytes with the time of expiry (Unix time in ms, little-endian), then the content. Each
+    write also removes some expired notes, so that no write takes long even if there are many. Used from any thread."""
 
     sweep_notes_s = 60.0
 

@@ -1,4 +1,4 @@
-"""The bytes that the files under a store's directory take, and the eviction of files when there are too many.
+"""The bytes of the files under a store's directory, and the eviction of files when there are too many bytes.
 
 Owns the eviction policy of one process, and what this process knows about the directory from its last scan. Any thread;
 scans run one at a time.
@@ -32,14 +32,14 @@ SCAN_SHARE = 1 / 32
 
 
 def folder_name(fingerprint: str, codec: str) -> str:
-    """The directory of a layout's blocks under the store's. Blocks of another codec have another directory, so that
-    they are not mistaken for damaged ones."""
+    """The directory of a layout's blocks, within the store's directory. Blocks of another codec have another directory,
+    so that they are not mistaken for damaged ones."""
     return fingerprint if codec == PLAIN else f"{fingerprint}.{codec}"
 
 
 def block_files(root: Path, pattern: str, disk: Disk = DISK) -> Iterator[Path]:
-    """Files of that name in the folders that `FileStore` makes, layout by layout. Any other file under the directory is
-    not the store's, and is neither counted nor removed."""
+    """Files with this name in the folders that `FileStore` makes, layout by layout. Any other file under the directory
+    is not the store's, and is neither counted nor removed."""
     for folder in sorted(disk.glob(root, "*")):
         if _LAYOUT_FOLDER.fullmatch(folder.name):
             for first in sorted(disk.glob(folder, "??")):
@@ -106,7 +106,7 @@ class FileRoom:
                 self._policy.access(path, self._clock.monotonic())
 
     def finished(self, paths: Sequence[str], num_output_tokens: int) -> None:
-        """Report to the eviction policy that the request with this prompt has got its whole answer."""
+        """Report to the eviction policy that the request with this prompt has its complete answer."""
         if self._max_bytes is not None:
             with self._lock:
                 self._policy.finish(paths, num_output_tokens, self._clock.monotonic())
@@ -161,7 +161,7 @@ class FileRoom:
     def written(self, path: str, parent: str | None, num_bytes: int) -> Removed:
         """Record that a block was written. Scans, and evicts if needed, when a scan is due."""
         with self._lock:
-            if self._max_bytes is not None and self._stored_bytes is not None:  # else the first scan inserts it
+            if self._max_bytes is not None and self._stored_bytes is not None:  # otherwise, the first scan inserts it
                 self._policy.insert(path, self._clock.monotonic(), parent)
             self._unscanned_bytes += num_bytes
             due = self._is_scan_due()
@@ -258,6 +258,6 @@ class FileRoom:
                 elif path.suffix == TEMPORARY_SUFFIX and disk.is_stale(path, modified_s):
                     disk.remove(str(path))
         for orphan in pins - files.keys():
-            if not disk.exists(orphan):  # neither listed nor put since
+            if not disk.exists(orphan):  # neither found by this scan nor put since
                 disk.remove(str(Path(orphan).with_suffix(PIN_SUFFIX)))
         return files, pins & files.keys()

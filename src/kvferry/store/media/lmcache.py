@@ -1,8 +1,8 @@
-"""KV blocks on a server of LMCache's: `lmcache://host:port`, where `lmcache_server host port` runs.
+"""KV blocks on a server of LMCache: `lmcache://host:port`, where `lmcache_server host port` runs.
 
 The server neither evicts nor removes values. A store therefore uses as many keys as `max_bytes` has room for, and a new
-block replaces an old one, so that the server's memory is bounded however writers end. `lmcache_sets` describes the
-slots, and the index of the blocks in them. In a block's set, the unpinned block that was used least recently is
+block replaces an old one, so that the server's memory is bounded, also if writers are killed. `lmcache_sets` describes
+the slots, and the index of the blocks in them. In a block's set, the unpinned block that was used least recently is
 replaced.
 
 A put first removes its slots from the index, sends the blocks, and then adds them to the index, so that no reader finds
@@ -54,8 +54,9 @@ PIN_TRIES = 3
 
 
 class LMCacheOptions(StoreOptions, frozen=True, kw_only=True):
-    """`max_bytes`: of all blocks of one layout and codec on the server; must be the same on all instances.
-    `pinned_share`: of the slots of each set. Sets fill unevenly, so it is more than the half of other stores."""
+    """`max_bytes`: maximum bytes of all blocks of one layout and codec on the server; must be the same on all
+    instances. `pinned_share`: share of the slots of each set that may be pinned. Sets fill unevenly, so its default is
+    larger than in other stores."""
 
     max_bytes: StoreBytes = 2**32
     pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75
@@ -65,19 +66,19 @@ class LMCacheOptions(StoreOptions, frozen=True, kw_only=True):
         _address_of(location)
 
     def shared_name(self, location: str) -> str:
-        """The name of the store with `max_bytes`, because the key of a block depends on it."""
+        """The name of the store with `max_bytes`, because the keys of blocks depend on it."""
         return f"lmcache of {self.max_bytes} bytes"
 
 
 _Change = Callable[[list[LMCacheSlot], int], LMCacheSlot]
-"""Takes a set's slots and the index of one, and returns what that slot becomes."""
+"""Called with the slots of a set and the index of one of them. Returns the new content of that slot."""
 
 
 class LMCacheStore(SharedStore):
     """A store in an LMCache server, which other instances may share. `client`: its connections; `sets`: its index."""
 
     touch_s = 60.0
-    """A block's time of use in the index is renewed only if it is older than this, to spare the server."""
+    """The time of a block's last use in the index is renewed only if it is older than this, to save requests."""
     num_note_slots = 2**18
     """Slots for notes, shared by all layouts."""
     client_type: type[LMCacheClient] = LMCacheClient
@@ -106,7 +107,7 @@ class LMCacheStore(SharedStore):
         self._put_lock = asyncio.Lock()
 
     async def open(self) -> None:
-        """Does nothing: the store connects when it is first used, and again when that is needed."""
+        """Does nothing: the store connects when it is first used, and again after a connection is lost."""
 
     async def close(self) -> None:
         """Close the connections, and end the threads that encode and decode."""
@@ -124,7 +125,7 @@ class LMCacheStore(SharedStore):
         return len(hashes)
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """Reads the sets, then the blocks. A block whose slot holds something else is removed from the index."""
+        """Reads the sets, then the blocks. A block whose slot has another value is removed from the index."""
         hits: list[bool] = []
         for part in self._parts(reads):
             hits += await self._get(part)
@@ -153,7 +154,7 @@ class LMCacheStore(SharedStore):
         return num_pinned
 
     def _with_pin(self, slots: Sequence[LMCacheSlot], way: int) -> LMCacheSlot:
-        """A slot of a set as `pin` leaves it: pinned, unless the set has its share of pins already."""
+        """The slot after `pin`: pinned, unless the set has as many pins as it may have."""
         has_room = sum(slot.pinned for slot in slots) < self._max_pinned
         return msgspec.structs.replace(slots[way], pinned=slots[way].pinned or has_room)
 
@@ -203,7 +204,7 @@ class LMCacheStore(SharedStore):
             lambda stop: [self._decode(read, record, stop) for read, record in zip(reads, values, strict=True)]
         )
         results = list(zip(reads, addresses, hits, strict=True))
-        with suppress(StoreError):  # the blocks were read even if the server is gone since
+        with suppress(StoreError):  # the blocks have been read, even if the server has been lost since then
             await self._remove_stale(
                 [read.block_hash for read, address, is_hit in results if address is not None and not is_hit]
             )
@@ -311,7 +312,7 @@ class LMCacheStore(SharedStore):
         if not free:
             self.activity.warn_full(StoreFull("all blocks that share a slot with these are pinned"))
             return Put.DROPPED, 0
-        way = min(free, key=lambda way: slots[way].used_s)  # never used: 0; about to be: now
+        way = min(free, key=lambda way: slots[way].used_s)  # 0: never used; now: about to be used
         evicted.discard(block_hash)
         if slots[way].block_hash:
             evicted.add(slots[way].block_hash)
@@ -319,8 +320,7 @@ class LMCacheStore(SharedStore):
         return Put.STORED, way
 
     async def _change(self, hashes: Sequence[BlockHash], change: _Change, *, empties: bool = False) -> int:
-        """Change the slots of the blocks that are stored; returns their number. `empties`: their values are removed
-        too."""
+        """Change the slots of the blocks that are stored. Returns their number. `empties`: also remove their values."""
         if not hashes:
             return 0
         async with self.sets.locked():

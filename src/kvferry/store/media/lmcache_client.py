@@ -3,8 +3,9 @@
     request    command, length, format, dtype, location, shape[4]: i32, little-endian; key: 150 bytes, blanks at its end
     answer     code, length, format, dtype, shape[4], location: i32; then `length` bytes
 
-Owns the connections. The server does not answer a put, so a health request follows it: requests of one connection are
-served in order. The server has no checks and no authentication; the client bounds the lengths that it announces.
+Owns the connections. The server does not answer a put, so a health request follows it: the server handles the requests
+of one connection in order. The server has no checksums and no authentication. The client limits the lengths that the
+server may announce.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from kvferry.core.errors import StoreError
 _REQUEST, _ANSWER = struct.Struct("<9i150s"), struct.Struct("<9i")
 _PUT, _GET, _HEALTH, _SUCCESS = 1, 2, 5, 200
 _BINARY, _UINT8 = 4, 6
-"""LMCache's numbers of the format and the dtype that mean plain bytes."""
+"""LMCache's numbers of the format and the dtype for plain bytes."""
 WINDOW = 64
-"""Maximum number of gets in flight on one connection: with more, both ends could wait for the other to read."""
+"""Maximum number of gets in flight on one connection: with more, both sides could wait for the other one to read."""
 MAX_BYTES = 2**31 - 1
 """Maximum length of a value: it is an i32."""
 PLACEHOLDER_KEY = "kvferry@1@0@0@uint8"
@@ -67,7 +68,8 @@ class LMCacheClient:
                 raise StoreError(f"{self._name} reports that it is not healthy (code {code})")
 
     async def get(self, keys: Sequence[str], max_bytes: int) -> list[bytes | DamagedValue | None]:
-        """The values, each of at most `max_bytes`; None: there is none."""
+        """The values, one for each key, of at most `max_bytes` each. None: there is no value. A `DamagedValue` (as a
+        value of the list, not raised): the server has only the value's length."""
         values: list[bytes | DamagedValue | None] = []
         while len(values) < len(keys):
             async with self._connection() as (reader, writer):
@@ -97,7 +99,7 @@ class LMCacheClient:
                 values.append(None)
                 continue
             if length > max_bytes:
-                raise StoreError(f"{self._name}: it announces {length} bytes where {max_bytes} are the most")
+                raise StoreError(f"{self._name} announces a value of {length} bytes; at most {max_bytes} were expected")
             values.append(await _value(reader, length))
 
     # Connections.
@@ -108,7 +110,8 @@ class LMCacheClient:
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """One connection for the caller alone. After an error or a cancellation it is closed, with all idle ones."""
+        """One connection for the caller alone. After an error or a cancellation, it is closed, and so are all idle
+        connections."""
         try:
             async with asyncio.timeout(self.command_s), self._connection_limit:
                 reader, writer = self._free.pop() if self._free else await self._connect()
@@ -133,9 +136,9 @@ class LMCacheClient:
 
 
 def _enable_quick_ack(writer: asyncio.StreamWriter) -> None:
-    """Acknowledge what was received at once. The server sends an answer in two pieces, the second only when the first
-    is acknowledged, which the kernel delays by up to 40 ms; it returns to that after a while, hence the repeated
-    call."""
+    """Acknowledge received bytes at once. The server sends an answer in two packets, the second only when the first is
+    acknowledged, and the kernel delays acknowledgements by up to 40 ms. The kernel returns to this delay after a while,
+    so call this before each answer."""
     if hasattr(socket, "TCP_QUICKACK"):
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 

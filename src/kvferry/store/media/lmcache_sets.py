@@ -48,7 +48,7 @@ class LMCacheSets:
     raise `StoreError`."""
 
     max_index_bytes = 4096
-    """A longer value is not read as an index."""
+    """Maximum bytes of an index; a longer value is not read."""
 
     def __init__(self, client: LMCacheClient, server: str, name: str, num_sets: int, ways: int) -> None:
         """`server`: its address; stores of this process with the same `server` and `name` share one lock."""
@@ -57,8 +57,8 @@ class LMCacheSets:
         self._lock = _locks.setdefault(f"{server}/{name}", _IndexLock())
 
     def locked(self) -> _IndexLock:
-        """Hold this (`async with`) from reading an index until it is written: excludes the other stores of this
-        process, but not other processes."""
+        """Lock to hold (`async with`) from the reading of an index until it is written. It excludes other stores of
+        this process, but not other processes."""
         return self._lock
 
     def set_of(self, block_hash: BlockHash) -> int:
@@ -113,7 +113,7 @@ class _IndexLock:
         self._lock = Lock()
 
     async def __aenter__(self) -> None:
-        # Polled, as the holder may be on another thread's loop, and a cancelled wait must not take it.
+        # Polled, because the holder may be on another thread's loop, and a cancelled wait must not take the lock.
         while not self._lock.acquire(blocking=False):  # noqa: ASYNC110 - no event reaches from loop to loop
             await asyncio.sleep(self.lock_poll_s)
 

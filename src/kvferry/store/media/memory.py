@@ -35,7 +35,7 @@ _ALIGNMENT = 64
 
 class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
     """Instances with the same `name`, size, layout and codec share the memory. `num_blocks`: the size in blocks, if the
-    URL has none. `threads`: most calls that copy at a time."""
+    URL has no size. `threads`: maximum number of calls that copy at a time."""
 
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=2**40)] | None = None
     eviction: str = "lru"
@@ -43,13 +43,13 @@ class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
     threads: StoreThreads = 2
 
     def check(self, location: str) -> None:
-        """The location is a size, or empty with `num_blocks`."""
+        """Raise `ConfigError` unless the location is a size, or is empty and there is `num_blocks`."""
         if location or not self.num_blocks:
             _size_of(location)
 
     def check_here(self, location: str) -> None:
-        """Raise `ConfigError` unless the machine has that much memory and swap in all. Whether it is free is not
-        checked, as another instance may have created the arena already."""
+        """Raise `ConfigError` unless the total memory and swap of the machine are as large. Does not check free memory,
+        because another instance may have created the arena already."""
         if location:
             require_memory(_size_of(location), f"store memory:{location}")
 
@@ -86,7 +86,8 @@ class MemoryStore(SharedStore, LayerStore):
         self._joining = threading.Lock()
         self._arena: Arena | None = None
         self._abandoned: deque[int] = deque()
-        """Slots that were reserved for blocks that were never written; released when the lock is next held."""
+        """Slots that were reserved for blocks and never written. They are released when the lock is held the next
+        time."""
         self._index: MemoryIndex
         self._notes: MemoryNotes
         self._threads = machine.threads(max(1, options.threads), "kvferry-memory-store")
@@ -159,7 +160,8 @@ class MemoryStore(SharedStore, LayerStore):
         return await self._threads.run(lambda stop: self._delete(hashes))
 
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """The index makes it visible to all instances that share the arena."""
+        """Report the end of a request in the index, so that the policies of all instances that share the arena learn
+        from it."""
         await self._threads.run(lambda stop: self._finish(hashes, num_output_tokens))
 
     def statistics(self) -> dict[str, float]:
@@ -173,7 +175,7 @@ class MemoryStore(SharedStore, LayerStore):
     # Notes.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
-        """Replaces the note of that name, or the one that expires first."""
+        """Replaces the note with this name, or the note that expires first."""
         require_short_note(content, NOTE_BYTES)
         await self._threads.run(lambda stop: self._write_note(name, content, ttl_s))
 
@@ -297,7 +299,7 @@ class MemoryStore(SharedStore, LayerStore):
                     del taken[index]
                     block = blocks[index]
                     if index not in lengths or self._index.find(block.block_hash) is not None:
-                        self._index.release(number)  # another process was faster, or this batch has it twice
+                        self._index.release(number)  # another process was faster, or this batch has the block twice
                         outcomes[index] = Put.PRESENT if index in lengths else Put.DROPPED
                         continue
                     self._index.commit(number, block.block_hash, block.parent, lengths[index])

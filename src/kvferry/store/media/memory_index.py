@@ -47,8 +47,8 @@ _KIND_BITS = 8
 """The low bits of an event's `kind`; the bits above them are its number (of output tokens, for `_FINISHED`)."""
 _NO_PARENT = bytes(32)
 _RECLAIMS = 64
-"""Number of searches of a full arena for slots that dead processes were writing, while as many blocks are stored as it
-has slots. A search of 400,000 slots takes 3 ms, with the lock held."""
+"""While as many blocks are stored as a full arena has slots, it is searched this many times for slots to which dead
+processes were writing. A search of 400,000 slots takes 3 ms, with the lock held."""
 _EPOCH, _NUM_EVENTS, _ORDER = 0, 1, 2
 HEADER_BYTES = 4096
 
@@ -85,8 +85,8 @@ class MemoryIndex:
         self._events = np.frombuffer(arena.buffer, _EVENT, _num_journalled(num_slots), events_at)
         self._policy: GuardedPolicy
         self._spare: GuardedPolicy | None = None
-        """An empty policy for when the table must be read, made before the lock is taken: making it may import its
-        module."""
+        """An empty policy, for when the whole table must be read. It is made before the lock is taken, because making
+        it may import its module."""
         self._slot_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._free: dict[int, None] = {}
@@ -96,13 +96,13 @@ class MemoryIndex:
         self._identity = arena.identity
 
     def release_memory(self) -> None:
-        """Release the arena's memory, so that it can be unmapped. Nothing may be called afterwards."""
+        """Release the arena's memory, so that it can be unmapped. No other method may be called afterwards."""
         del self._counters, self._slots, self._events
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the arena's lock, with this process's copy up to date. Raises `StoreError`."""
-        if self._spare is None:  # not `or`: an empty policy is false
+        if self._spare is None:  # not `or`: an empty policy counts as False
             self._spare = GuardedPolicy(make_eviction_policy(self._eviction, len(self._slots)))
         with self._arena.locked() as broken:
             if broken:
@@ -134,7 +134,7 @@ class MemoryIndex:
         self._report_event(_ACCESSED, number)
 
     def finish(self, number: int, num_output_tokens: int) -> None:
-        """Record that a request whose prompt includes the block in this slot has got its whole answer."""
+        """Record that a request whose prompt includes the block in this slot has its complete answer."""
         num_tokens = min(num_output_tokens, self.max_answer_tokens)
         self._policy.finish([self._hash_of[number]], num_tokens, self._clock.monotonic())
         self._report_event(_FINISHED | num_tokens << _KIND_BITS, number)
@@ -160,7 +160,7 @@ class MemoryIndex:
         return self._begin(number), victim
 
     def commit(self, number: int, block_hash: BlockHash, parent: BlockHash | None, length: int) -> None:
-        """Mark a reserved slot as holding this block, with a record of `length` bytes."""
+        """Record that a reserved slot has this block, with a record of `length` bytes."""
         slots, order = self._slots, int(self._counters[_ORDER]) + 1
         self._counters[_ORDER] = order
         slots["hash"][number] = np.void(block_hash)
@@ -171,7 +171,7 @@ class MemoryIndex:
         self._report_event(_ADDED, number)
 
     def release(self, number: int) -> None:
-        """Release a reserved slot that holds nothing."""
+        """Release a reserved slot without a block."""
         self._slots["state"][number] = _FREE
         self._free[number] = None
         self._report_event(_FREED, number)
@@ -224,7 +224,7 @@ class MemoryIndex:
         self._num_read = count
 
     def _apply(self, kind: int, number: int, num_tokens: int) -> None:
-        """Apply an event of another process. The slot may have changed again since; later events follow for that."""
+        """Apply an event of another process. If the slot has changed again since then, later events report it."""
         if kind in (_ACCESSED, _PINNED, _UNPINNED, _FINISHED):
             if (block_hash := self._hash_of.get(number)) is not None:
                 self._apply_to_policy(kind, block_hash, num_tokens)

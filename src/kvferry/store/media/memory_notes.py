@@ -1,7 +1,7 @@
 """The notes of a memory store: two tables in the arena that instances share, for short notes and for long ones.
 
-All methods but `release_memory` only while the arena's lock is held (`MemoryIndex.locked`). Does not know the content
-of notes.
+All methods but `release_memory` may be called only while the arena's lock is held (`MemoryIndex.locked`). Does not know
+what notes mean.
 
 A note may be in one set of `WAYS` slots only, which its name determines, so that a table of any size is searched in
 bounded time. If a set is full, a new note replaces its oldest one. Short and long notes have tables of their own, so
@@ -21,13 +21,14 @@ MAX_NOTES, MIN_NOTES = 256, 8
 SHARE = 8
 """The notes of a store of a given size take an eighth of it at most, unless that is less than `MIN_NOTES`."""
 NOTE_BYTES = 2**14
-"""The longest content of a note."""
+"""Maximum bytes of a note."""
 SHORT_NOTE_BYTES = 2**10
-"""The longest content of a short note."""
+"""Maximum bytes of a short note."""
 WAYS = 8
 """Slots in a set of the table of short notes. The table of long notes is one set."""
 SETS_PER_LONG_NOTE = 2
-"""Sets of short notes for each long one beyond `MIN_NOTES`: they take about as much memory."""
+"""Number of sets of short notes for each long note beyond `MIN_NOTES`. They take about as much memory as the long
+note."""
 
 
 def _note_type(num_bytes: int) -> np.dtype[np.void]:
@@ -39,7 +40,7 @@ def _note_type(num_bytes: int) -> np.dtype[np.void]:
 _LONG, _SHORT = _note_type(NOTE_BYTES), _note_type(SHORT_NOTE_BYTES)
 _ORDER = np.dtype("<u8")
 _BYTES_PER_LONG_NOTE = _LONG.itemsize + SETS_PER_LONG_NOTE * WAYS * _SHORT.itemsize
-"""A long note, and the short ones that come with it."""
+"""Bytes of a long note and of the short ones that come with it."""
 
 
 def num_notes(store_bytes: int | None) -> int:
@@ -79,7 +80,7 @@ class MemoryNotes:
         self._short = np.frombuffer(arena.buffer, _SHORT, _num_short(num_notes), offset)
 
     def release_memory(self) -> None:
-        """Release the arena's memory, so that it can be unmapped. Nothing may be called afterwards."""
+        """Release the arena's memory, so that it can be unmapped. No other method may be called afterwards."""
         del self._long, self._short, self._order
 
     def write(self, name: str, content: bytes, ttl_s: float) -> None:

@@ -1,10 +1,10 @@
 """KV blocks in a Mooncake Store: `mooncake://master:50051`.
 
 Owns this instance's client, which lends `segment_bytes` of its memory to the store and reads from the memory of other
-clients; blocks in its memory are lost when it ends. Among the stores, the only place that imports Mooncake. Its calls
-block: they run on a thread with copies of the caller's memory, and one that does not return is abandoned. The store's
-room is the memory that its clients lend; the master evicts, except hard-pinned blocks. It has no authentication: for
-networks that you trust.
+clients; blocks in its memory are lost when it ends. This is the only module of the stores that imports Mooncake.
+Mooncake's calls block: they run on a thread with copies of the caller's memory, and a call that does not return is
+abandoned. The capacity of the store is the memory that its clients lend. The master evicts blocks, except hard-pinned
+ones. Mooncake has no authentication: use it only in networks that you trust.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from kvferry.store.threads import Stop, Threads
 log = logging.getLogger(__name__)
 
 EXISTS, NO_ROOM = 1, (-200, -10)
-"""Mooncake's codes: of `is_exist`, and of a put that finds no memory (no handle, buffer overflow)."""
+"""Mooncake's result codes: of `is_exist`, and of a put for which there is no memory (no handle, buffer overflow)."""
 _EXPIRY_BYTES = 8
 BATCH_BYTES = 8 * 2**20
-"""Maximum bytes of encoded blocks in one call, and on their way to the client."""
+"""Maximum bytes of encoded blocks in one call, and of encoded blocks that wait for the client."""
 
 
 class MooncakeOptions(StoreOptions, frozen=True, kw_only=True):
@@ -58,14 +58,14 @@ class MooncakeOptions(StoreOptions, frozen=True, kw_only=True):
     metadata: str = "P2PHANDSHAKE"
 
     def check(self, location: str) -> None:
-        """The location has a host and a port, and Mooncake is installed."""
+        """Raise `ConfigError` unless the location has a host and a port, and Mooncake is installed."""
         host, colon, port = location.removeprefix("//").rpartition(":")
         if not (location.startswith("//") and host and colon and port.isdigit()):
             raise ConfigError(f"store mooncake:{location}: name the master as in mooncake://host:50051")
         require_library("store mooncake", "mooncake-transfer-engine", "mooncake", ["mooncake.store"])
 
     def shared_name(self, location: str) -> str:
-        """Every master may be the same."""
+        """The same name for all masters: any two addresses may be the same master."""
         return "mooncake"
 
 
@@ -102,8 +102,8 @@ class MooncakeStore(SharedStore):
         await self._threads.run(lambda stop: self._connect())
 
     async def close(self) -> None:
-        """Disconnect, and free the memory that this instance lent. A master that hangs is not waited for longer than
-        `close_s`."""
+        """Disconnect, and free the memory that this instance lent. Waits for a master that hangs for at most `close_s`
+        seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.close_s):
                 await self._threads.run(lambda stop: self._disconnect())
@@ -313,7 +313,7 @@ class MooncakeStore(SharedStore):
         if not code:
             return True
         log.warning("the Mooncake Store of the master at %s did not pin or unpin a block: code %d", self.location, code)
-        if self._connected_client.put(key, record):  # unchanged, into the room that it had
+        if self._connected_client.put(key, record):  # the block is unchanged, so it fits into the memory that it had
             self.activity.removed([block_hash])
         return False
 
@@ -323,7 +323,7 @@ class MooncakeStore(SharedStore):
 
 def connect_client(master: str, options: MooncakeOptions) -> Any:
     """A client that has joined the store of the master at this address. Blocks. Raises `StoreError`."""
-    os.environ.setdefault("GLOG_minloglevel", "2")  # it logs every key that is not found
+    os.environ.setdefault("GLOG_minloglevel", "2")  # otherwise, it logs every key that it does not find
     from mooncake.store import MooncakeDistributedStore
 
     client = MooncakeDistributedStore()
@@ -342,7 +342,7 @@ def connect_client(master: str, options: MooncakeOptions) -> Any:
 
 
 def _memory_bytes(replica: Any) -> int:
-    """Bytes of a replica in memory; 0 if it is on a disk."""
+    """Bytes of a replica in memory; 0 if the replica is on a disk."""
     return int(replica.get_memory_descriptor().buffer_descriptor.size) if replica.is_memory_replica() else 0
 
 

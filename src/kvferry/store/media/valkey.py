@@ -3,13 +3,11 @@
 Owns the connections. A batch is one pipeline. A block is one value, `kvferry:{<layout fingerprint>.<codec>}:<block
 hash>`, with a time to live of `ttl_s` unless it is pinned.
 
-The room is limited by `max_bytes` (the server evicts the least recently used blocks in one step, see `valkey_scripts`;
-the option must be the same on all instances), or by the server's own `maxmemory` (with `volatile-lru`, pinned blocks
-are spared).
-
-In a cluster, which slot a key is in decides on which node it is, and a script sees the keys of one slot only. So the
-blocks are divided among shards by their hash, each with a slot of its own (`…{<layout fingerprint>.<codec>.<shard>}…`),
-its own scripts' keys, and an equal part of `max_bytes`.
+The capacity is `max_bytes` (a script on the server evicts the least recently used blocks, see `valkey_scripts`; the
+option must be the same on all instances), or the server's own `maxmemory` (with `volatile-lru`, the server does not
+evict pinned blocks). In a cluster, the slot of a key determines its node, and a script sees the keys of one slot only.
+So the blocks are divided among shards by their hash, each with a slot of its own (`…{<layout
+fingerprint>.<codec>.<shard>}…`), its own scripts' keys, and an equal part of `max_bytes`.
 """
 
 from __future__ import annotations
@@ -49,14 +47,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Shard:
-    """Blocks whose keys are in one slot. `prefix`: of their keys; `keys`: for the scripts."""
+    """The blocks whose keys are in one slot. `prefix`: beginning of these keys; `keys`: the keys for the scripts."""
 
     prefix: bytes
     keys: tuple[str, ...]
 
     @classmethod
     def of(cls, tag: str) -> Shard:
-        """The shard whose slot this tag decides."""
+        """The shard whose slot this tag determines."""
         prefix = f"kvferry:{{{tag}}}:"
         return cls(prefix.encode(), tuple(f"{prefix}{name}" for name in ("index", "sizes", "pinned", "total")))
 
@@ -86,7 +84,7 @@ class ValkeyStore(SharedStore):
         self._forget = self._client.register_script(FORGET)
 
     async def open(self) -> None:
-        """Does nothing: the store connects when it is first used, and again when that is needed."""
+        """Does nothing: the store connects when it is first used, and again after a connection is lost."""
 
     async def close(self) -> None:
         """Close all connections, and end the threads that encode and decode."""
@@ -113,7 +111,7 @@ class ValkeyStore(SharedStore):
         sizes = await self._sizes([block.block_hash for block in blocks])
         new = {block.block_hash: block for block, size in zip(blocks, sizes, strict=True) if not size}
         dropped: set[BlockHash] = set()
-        with suppress(StoreFull):  # their writer may have ended before it added them to the index
+        with suppress(StoreFull):  # their writer may have been killed before it added them to the index
             await self._make_room([(block.block_hash, size) for block, size in zip(blocks, sizes, strict=True) if size])
         for part in self._parts(list(new.values())):
             try:
@@ -205,7 +203,7 @@ class ValkeyStore(SharedStore):
             for read, record, is_hit in zip(reads, records, hits, strict=True)
             if record != b"" and not is_hit
         ]
-        with suppress(StoreError):  # the blocks were read even if the server is full or gone since
+        with suppress(StoreError):  # the blocks have been read, even if the server is full or has been lost since then
             await self._record_use(damaged, used)
         return hits
 
@@ -293,9 +291,9 @@ class ValkeyStore(SharedStore):
         return evicted
 
     async def _pinnable_bytes(self) -> int:
-        """Most bytes of a shard that may be pinned: `pinned_share` of its part of `max_bytes`, or of the servers'
-        `maxmemory` if that is known; -1: no limit is known. Each tensor-parallel rank counts the pins of its own layout
-        only, and so gets an equal part of `maxmemory`."""
+        """Maximum bytes of a shard that may be pinned: `pinned_share` of its part of `max_bytes` or, if that is not
+        set, of the servers' `maxmemory`. -1: no limit is known. Each tensor-parallel rank counts the pins of its own
+        layout only, and so gets an equal part of `maxmemory`."""
         max_bytes: float | None = self.options.max_bytes
         if max_bytes is None:
             with suppress(StoreError):  # not every user may call INFO
@@ -324,7 +322,7 @@ class ValkeyStore(SharedStore):
             parts.setdefault(self._shard(block_hash), []).append(block_hash)
         async with self._translated():
             acts = (act(shard, part) for shard, part in parts.items())
-            results = await asyncio.gather(*acts, return_exceptions=True)  # so that none goes on without a waiter
+            results = await asyncio.gather(*acts, return_exceptions=True)  # so that no task runs on without a waiter
             if errors := [result for result in results if isinstance(result, BaseException)]:
                 raise errors[0]
         return [result for result in results if not isinstance(result, BaseException)]
@@ -341,7 +339,7 @@ class TlsValkeyStore(ValkeyStore):
 
 
 def _readable(answers: Sequence[Any]) -> list[Any]:
-    """The answers, with None for a key with a value of another type, which is not a block."""
+    """The server's answers, with None for each key whose value is of another type and so not a block."""
     for answer in answers:
         if isinstance(answer, Exception) and "WRONGTYPE" not in str(answer):
             raise answer

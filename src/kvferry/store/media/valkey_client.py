@@ -1,6 +1,7 @@
 """Connections to a Valkey or Redis server: the address, passwords, TLS, and the client's errors as `StoreError`.
 
-The only place of the stores that imports the `valkey` package. Importing this raises `MissingDependency` without it.
+The only module of the stores that imports the `valkey` package. Importing this module raises `MissingDependency`
+without that package.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ ENCODE_HINT = (
 )
 _CLUSTER_ERRORS = ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT")
 _PLAIN = re.compile(r"[^/?#\[\]\s]*")
-"""A user and a password as a URL has them."""
+"""A user and a password as they may be in a URL without percent-encoding."""
 FULL_HINT = "; raise its maxmemory, or let it evict (maxmemory-policy volatile-lru)"
 
 
 class ValkeyOptions(StoreOptions, frozen=True, kw_only=True):
-    """`max_bytes`: of all blocks of one layout and codec; None: no limit but the server's. `cluster`: the server is a
-    node of a cluster, over whose nodes blocks are spread; it must be the same on all instances. `ttl_s`: time to live
-    of blocks that are not pinned. `password_file` keeps the password off command lines. `tls_ca`, `tls_cert`,
-    `tls_key`: PEM files, only for schemes with TLS."""
+    """`max_bytes`: maximum bytes of all blocks of one layout and codec; None: only the server's limit. `cluster`: the
+    server is a node of a cluster, and blocks are spread over the nodes; it must be the same on all instances. `ttl_s`:
+    seconds after which blocks that are not pinned expire. `password_file`: a file with the password, which is then not
+    on command lines. `tls_ca`, `tls_cert`, `tls_key`: PEM files, only for schemes with TLS."""
 
     max_bytes: StoreBytes | None = None
     ttl_s: Annotated[float, msgspec.Meta(ge=1, le=MAX_SECONDS)] = 7 * DAY_S
@@ -60,11 +61,12 @@ class ValkeyOptions(StoreOptions, frozen=True, kw_only=True):
     is_tls: ClassVar[bool] = False
 
     def check(self, location: str) -> None:
-        """The location is a host and port, or the path of a socket."""
+        """Raise `ConfigError` unless the location is a host and port, or the path of a socket, and the options fit."""
         make_client(location, self)
 
     def shared_name(self, location: str) -> str:
-        """The same name for every way to a server: with TLS or without, over a network or a Unix socket."""
+        """The same name for all servers: there are several ways to one server (with TLS or without, over a network or a
+        Unix socket), so that any two locations may be the same server."""
         return "valkey"
 
 
@@ -75,8 +77,8 @@ class TlsValkeyOptions(ValkeyOptions, frozen=True, kw_only=True):
 
 
 def make_client(location: str, options: ValkeyOptions) -> Any:
-    """A client of the server at `location`, or of the cluster that it is a node of; connects to nothing yet. Raises
-    `ConfigError`."""
+    """A client of the server at `location`, or of the cluster to which this server belongs. Does not connect yet.
+    Raises `ConfigError`."""
     extra: dict[str, Any] = {}
     if options.password_file:
         try:
@@ -89,14 +91,14 @@ def make_client(location: str, options: ValkeyOptions) -> Any:
         raise ConfigError("store: tls_ca, tls_cert and tls_key are for valkeys:// and rediss://")
     _, at, address = location.rpartition("@")
     if at and address.startswith("/"):
-        raise ConfigError("store: no host is named; the password for a socket goes into a file (password_file)")
+        raise ConfigError("store: the URL names no host; if it is a socket's, put the password into password_file")
     location = location[2:] if location.startswith("///") else location
     is_socket = location.startswith("/") and not location.startswith("//")
     scheme = "unix:" if is_socket else "valkeys:" if options.is_tls else "valkey:"
     url = f"{scheme}//{location}" if scheme == "unix:" else scheme + location
     if scheme != "unix:":
         _check_address(location)
-    # None: COMMAND_S is the limit. Within the client's own, Python 3.11 can lose a cancellation.
+    # None: the limit is COMMAND_S. With the client's own timeout, Python 3.11 can lose a cancellation.
     extra |= {"socket_timeout": None, "socket_connect_timeout": CONNECT_S, "retry": Retry(NoBackoff(), 1)}
     try:
         if options.cluster:
@@ -113,7 +115,7 @@ def make_client(location: str, options: ValkeyOptions) -> Any:
 
 
 def _cluster_client(url: str, settings: dict[str, Any]) -> Any:
-    """A client that finds the other nodes by the one at `url`. Raises `ConfigError`."""
+    """A client that finds all nodes of a cluster through the one at `url`. Raises `ConfigError`."""
     if url.startswith("unix:"):
         raise ConfigError("store: the nodes of a cluster are reached over a network: valkey://host:port?cluster=true")
     if url.rpartition("@")[2].partition("//")[2].partition("/")[2] not in ("", "0"):
@@ -130,13 +132,13 @@ async def close_client(connected: Any) -> None:
 
 
 def num_primaries(connected: Any) -> int:
-    """Number of servers that blocks are spread over, as far as the client has found them."""
+    """Number of servers over which blocks are spread, as far as the client has found them."""
     return max(1, len(connected.get_primaries())) if isinstance(connected, client.ValkeyCluster) else 1
 
 
 def _check_address(location: str) -> None:
-    """Raise `ConfigError` for an address that the client would read otherwise than it was meant, and so connect to
-    another host: a part of the password."""
+    """Raise `ConfigError` for an address that the client would misread. It could, for example, take a part of the
+    password for the host."""
     if not location.startswith("//"):
         raise ConfigError("store: a server is named as valkey://host:port, or unix:///path/to.socket")
     credentials, _, server = location[2:].rpartition("@")
@@ -151,7 +153,8 @@ def _check_address(location: str) -> None:
 
 
 def _tls_files(options: ValkeyOptions) -> dict[str, str]:
-    """The options under the client's names. Raises `ConfigError` for mistakes that the client would ignore."""
+    """The TLS options under the names that the client has for them. Raises `ConfigError` for mistakes that the client
+    would ignore."""
     for name in ("tls_ca", "tls_cert", "tls_key"):
         path = getattr(options, name)
         if path and not Path(path).is_file():
@@ -165,8 +168,8 @@ def _tls_files(options: ValkeyOptions) -> dict[str, str]:
 
 @asynccontextmanager
 async def translated_errors(where: str, *, in_cluster: bool = False) -> AsyncIterator[None]:
-    """Limit the body to `COMMAND_S`, and raise what the client raises as `StoreError`, or as `StoreFull` if the server
-    has no memory. `where`: the server's address for messages."""
+    """Limit the body to `COMMAND_S`, and raise the client's exceptions as `StoreError`, or as `StoreFull` if the server
+    has no memory. `where`: the server's address, for messages. `in_cluster`: the client is a cluster's."""
     try:
         async with asyncio.timeout(COMMAND_S):
             yield

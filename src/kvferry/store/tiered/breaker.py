@@ -17,11 +17,12 @@ log = logging.getLogger(__name__)
 
 
 class Breaker:
-    """The breaker of one tier, on one event loop. Owns the task that probes the tier. `url` is for the log. `probe`
-    returns if the tier answers as it should, and raises anything if it does not."""
+    """The breaker of one tier, on one event loop. Owns the task that probes the tier. `url`: for the log. `probe`:
+    returns if the tier answers in time, and raises any exception otherwise."""
 
     probe_s = 10.0
-    """Maximum seconds for one probe; a probe within them may still fail because its answer was too late."""
+    """Maximum seconds for one probe. A probe that takes less may still fail, because its answer came after the tier's
+    deadline."""
 
     def __init__(
         self, url: str, probe: Callable[[], Awaitable[None]], first_pause_s: float = 0.25, max_pause_s: float = 2.0
@@ -31,7 +32,7 @@ class Breaker:
         self._first_pause_s, self._max_pause_s = first_pause_s, max_pause_s
         self._probing: asyncio.Task[None] | None = None
         self.num_failures = 0
-        """Failures since the start."""
+        """Number of failures since the start."""
 
     @property
     def is_open(self) -> bool:
@@ -63,7 +64,7 @@ class Breaker:
                 break
             except (TimeoutError, KvferryError) as error:
                 log.debug("store %s: %s", self._url, error)
-            except Exception:  # the task's outermost edge: a mistake in a store's code may pass
+            except Exception:  # any error in a store's code counts as a failed probe
                 log.debug("store %s failed unexpectedly", self._url, exc_info=True)
         self._probing = None
         log.warning("store %s is back", self._url)

@@ -1,9 +1,9 @@
-"""One store as a tier of a list: opened on first use, called within its deadline, and not used while it fails.
+"""One tier of a tiered store: its store is opened on first use, called with a deadline, and not used while it fails.
 
-A tier never raises for what its store does: a call that fails, or is late, gives the caller's default instead (nothing
-found, nothing stored), and its `Breaker` prevents further calls until it answers again. A refused put, as by a full or
-a read-only store, does not prevent reads: it is only retried in the background, so that `takes` is true soon after the
-store accepts blocks again.
+Calls for blocks and notes never raise because of the store. A call that fails, or has no answer by its deadline,
+returns a default instead (nothing found, nothing stored), and the tier's `Breaker` prevents further calls until the
+store answers again. A put that the store refuses, because it is full or read-only, does not prevent reads: it is
+retried in the background, so that `takes` becomes True soon after the store accepts blocks again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 WATCHDOG_SHARE = 0.25
-"""Part of the deadline after which a tier that is busy with blocks gets a small request, to detect one that hangs."""
+"""Share of the deadline after which a tier that is busy with blocks gets a small request, to detect that it hangs."""
 NO_BLOCK: BlockHash = bytes(32)
 """A hash that no block has, to probe whether the store answers."""
 
 
 @dataclass(frozen=True, eq=False)
 class RefusedWrites:
-    """A block of the last put, and the last note (name, content, time to live in seconds), if the store refused them;
-    None: it accepted them."""
+    """A block of the last put and the last note (name, content, time to live in seconds) that the store refused. None:
+    it accepted them."""
 
     block: Block | None = None
     note: tuple[str, bytes, float] | None = None
@@ -43,13 +43,14 @@ class RefusedWrites:
 
 @dataclass(slots=True, eq=False)
 class RunningCalls:
-    """The calls of a store that have not ended. `timeouts`: one for each; `num_bytes`: of all blocks that they move."""
+    """The calls of a store that have not ended. `timeouts`: the timeout of each call; `num_bytes`: bytes of all blocks
+    that the calls move."""
 
     timeouts: dict[asyncio.Timeout, None] = field(default_factory=dict)
     num_bytes: int = 0
 
     def expire(self) -> None:
-        """Let all of them time out now."""
+        """Let all calls time out now."""
         for timeout in tuple(self.timeouts):
             if not timeout.expired():
                 timeout.reschedule(0)
@@ -57,16 +58,17 @@ class RunningCalls:
 
 @dataclass(frozen=True)
 class TierTimes:
-    """Seconds that a tier has for what no request waits for. All are minimums: a longer `deadline_s` replaces them."""
+    """Times in seconds, of a tier's work for which no request waits. `open_s`, `close_s` and `put_s` are minimums: a
+    longer `deadline_s` replaces them."""
 
     open_s: float = 5.0
     """Deadline for opening the store."""
     close_s: float = 3.0
-    """Deadline for closing the store; a tier that is down has a third of it."""
+    """Deadline for closing the store; of a tier that is down, a third of it."""
     put_s: float = 5.0
-    """Deadline of a put."""
+    """Deadline for a put."""
     loop_close_s: float = 1.0
-    """Wait for a separate loop to end; a loop in a call that does not return is left behind."""
+    """Maximum wait for the end of a separate loop. A loop in a call that does not return is abandoned."""
     first_pause_s: float = 0.25
     max_pause_s: float = 2.0
     """Pause before the first probe of a tier that is down, which doubles up to the maximum."""
@@ -76,21 +78,22 @@ TIER_TIMES = TierTimes()
 
 
 class Tier:
-    """A store with its deadline (seconds for one call, besides the time that blocks take). Used on one event loop."""
+    """A store with its deadline: seconds for one call, in addition to the time that blocks take. Used on one event
+    loop."""
 
     retry_s = 0.5
     """Seconds before a refused put or note is retried."""
     max_probed = 32
-    """Blocks that are read again to find out whether the tier is still too slow."""
+    """Maximum number of blocks that a probe reads again, to find out whether the tier is still too slow."""
     lookup_s = 0.002
-    """Seconds to look up one block, as on a disk with cold caches, in addition to the deadline."""
+    """Seconds for the look-up of one block (on a disk with cold caches), in addition to the deadline."""
     min_bytes_per_s = 64 * 2**20
-    """Blocks may take the time that this rate allows, in addition to the deadline: KV that comes more slowly is hardly
-    worth loading."""
+    """Blocks have the time that this rate needs, in addition to the deadline. Loading KV more slowly is hardly
+    useful."""
 
     def __init__(self, name: str, url: str, store: KVStore, deadline_s: float, times: TierTimes = TIER_TIMES) -> None:
-        """`name`: its number in the list, from 0, and its scheme: `1 (file)`. `url`: without its password, for the
-        log."""
+        """`name`: its index in the list of tiers, from 0, and its scheme, such as `1 (file)`. `url`: for the log,
+        without the password."""
         self.name, self.store, self._times = name, store, times
         self.deadline_s = max(deadline_s, store.machine.min_deadline_s)
         self.breaker = Breaker(url, self._probe, times.first_pause_s, times.max_pause_s)
@@ -100,12 +103,12 @@ class Tier:
         self.on_takes: Callable[[], None] = lambda: None
         """Called when `takes` has changed."""
         self.num_late = 0
-        """Number of calls that had no answer by their deadline."""
+        """Number of calls without an answer by their deadline."""
         self._separate_loop: TransferLoop | None = None
         """A separate event loop for a store whose calls may not return (`KVStore.ends_calls`)."""
         self._opening: asyncio.Task[None] | None = None
-        """The current or last attempt to open the store. All callers wait for it, and it continues when they give
-        up."""
+        """The current or last attempt to open the store. All callers wait for the same attempt. It continues when they
+        give up."""
         self._calls = RunningCalls()
         self._last_reads: Sequence[BlockHash] = ()
 
@@ -130,8 +133,8 @@ class Tier:
         return self._refused.block is None and self._refused.note is None
 
     async def open(self) -> None:
-        """Open the store unless it is open. A call during an attempt waits for that attempt, so that a hung attempt is
-        not repeated concurrently. Raises what `KVStore.open` raises."""
+        """Open the store unless it is open. A call during an attempt waits for that attempt, so that an attempt that
+        hangs is not repeated concurrently. Raises the errors of `KVStore.open`."""
         if self.is_open:
             return
         if self._opening is None or self._opening.done():
@@ -149,7 +152,8 @@ class Tier:
         self.is_open = True
 
     async def close(self) -> None:
-        """End the breaker's probes and an attempt to open, and close the store. Raises what `KVStore.close` raises."""
+        """End the breaker's probes and an attempt to open, and close the store. Raises the errors of
+        `KVStore.close`."""
         self._is_closed = True
         await self.breaker.close()
         if self._retry_task is not None:
@@ -165,7 +169,7 @@ class Tier:
                 self._separate_loop.close(self._times.loop_close_s)
 
     async def _call(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Make a call of the store. On a separate loop, the call is left behind when this is cancelled."""
+        """Make a call to the store. If the store has a separate loop, the call is abandoned when this is cancelled."""
         if self._separate_loop is None:
             return await call()
 
@@ -177,8 +181,8 @@ class Tier:
     # Calls.
 
     async def ask(self, call: Callable[[], Awaitable[Result]], default: Result) -> Result:
-        """The result of a call of the store that moves no blocks, or `default` if the tier is not in use, fails, or is
-        late."""
+        """The result of a call to the store that moves no blocks; `default` if the tier is not in use, or the call
+        fails or has no answer by its deadline."""
         return await self._ask(call, default, self.deadline_s)
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
@@ -202,12 +206,12 @@ class Tier:
         """`LayerStore.get_layer`; all False where `ask` returns `default`."""
         assert isinstance(self.store, LayerStore), "see `has_layers`"
         num_bytes = sum(len(into) for _, into in reads)
-        call = partial(self.store.get_layer, layer, reads)  # which the loader has made memory of its own for
+        call = partial(self.store.get_layer, layer, reads)  # into memory that the loader has allocated for this
         return await self._ask(call, [False] * len(reads), self.deadline_s, num_bytes)
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """`KVStore.put`; all `DROPPED` where `ask` returns `default`, or if the store takes no blocks. The blocks'
-        memory must not change: a block that is refused is put again later."""
+        """`KVStore.put`; all `DROPPED` where `ask` returns `default`, or if the store accepts no blocks. The memory of
+        the blocks must not change afterwards: a block that is refused is put again later."""
         if not blocks:
             return []
         num_bytes = self.store.layout.block_bytes * len(blocks)
@@ -225,7 +229,7 @@ class Tier:
             return [Put.DROPPED] * len(blocks)
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> bool:
-        """`SharedStore.write_note`; returns true if the store accepted the note."""
+        """`SharedStore.write_note`. Returns True if the store accepted the note."""
         store = self._shared_store()
 
         async def write() -> bool:
@@ -253,7 +257,7 @@ class Tier:
         return self.store
 
     def _warn_full(self, error: StoreError) -> None:
-        if not self._is_closed:  # by the caller that put it: more room would not help
+        if not self._is_closed:  # a put that fails because the tier was closed is no sign of a full store
             self.store.activity.warn_full(error)
 
     def _set_refused(self, refused: RefusedWrites) -> None:
@@ -282,8 +286,8 @@ class Tier:
         *,
         is_busy: bool = False,
     ) -> Result:
-        """Call the store. At the deadline, or when the breaker opens meanwhile, the call is cancelled; this returns
-        only when it has really ended, since a thread may still be using the caller's memory."""
+        """Call the store. At the deadline, or when the breaker opens, the call is cancelled. This returns only when the
+        call has really ended, since a thread may still use the caller's memory."""
         if self.breaker.is_open:
             return default
         calls = self._calls
@@ -320,7 +324,7 @@ class Tier:
     # Failures.
 
     def mark_failed(self, reason: str) -> None:
-        """Open the breaker until the tier answers again, and end all calls that wait for it."""
+        """Open the breaker until the tier answers again, and end all running calls."""
         if not self.breaker.is_open:
             self.breaker.open(reason)
             self._calls.expire()
@@ -331,7 +335,7 @@ class Tier:
         self.mark_failed(f"did not answer within {limit_s:.3g} s")
 
     async def _probe(self) -> None:
-        """Repeat the last read, for the breaker. Raises `StoreError` if the answer is late."""
+        """Repeat the last read, for the breaker. Raises `StoreError` if the answer comes after the deadline."""
         await self.open()
         started, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
         await self._call(partial(self.store.match, [NO_BLOCK]))
@@ -349,17 +353,18 @@ def _buffers_like(views: Sequence[memoryview]) -> list[memoryview]:
 
 
 def _retrieve_error(task: asyncio.Task[None]) -> None:
-    """Retrieve a task's exception, so that asyncio does not log it as never retrieved; callers that still wait get
-    it."""
+    """Retrieve a task's exception, so that asyncio does not log it as never retrieved. Callers that still wait for the
+    task get the exception."""
     if not task.cancelled():
         task.exception()
 
 
 class _LateTimer:
-    """Reports to a tier that a call is late, at the moment its deadline passes, even if the call itself ends later."""
+    """Reports to a tier that a call has missed its deadline, at the moment when it passes, even if the call ends
+    later."""
 
     grace_s = 0.1
-    """A timer that fires this much too late shows that this machine is busy, and not that the store is slow."""
+    """If the timer fires more than these seconds too late, this machine is busy, and the store may not be slow."""
 
     def __init__(self, tier: Tier, limit_s: float) -> None:
         self._tier, self._limit_s, self._loop = tier, limit_s, asyncio.get_running_loop()
@@ -368,12 +373,12 @@ class _LateTimer:
 
     def _expire(self) -> None:
         now = self._loop.time()
-        if now > self._due + self.grace_s:  # the answer may be there, and this loop had no time to read it
+        if now > self._due + self.grace_s:  # the answer may have arrived, but this loop had no time to read it
             self._due = now + self.grace_s
             self._timer = self._loop.call_at(self._due, self._expire)
         else:
             self._tier.mark_late(self._limit_s)
 
     def cancel(self) -> None:
-        """Stop the timer, as the call has ended."""
+        """Stop the timer, because the call has ended."""
         self._timer.cancel()

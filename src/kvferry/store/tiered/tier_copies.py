@@ -20,18 +20,20 @@ from kvferry.store.tiered.tier import Tier
 log = logging.getLogger(__name__)
 
 BATCH_BLOCKS = 16
-"""Blocks in one batch of copies."""
+"""Maximum number of blocks in one batch of copies."""
 
 
 class TierCopies:
-    """Copies between `tiers`, the fastest first. `count` adds to the store's counters, by name. One event loop."""
+    """Copies between `tiers`, the fastest first. `count`: adds to a counter of the store, by name. Used on one event
+    loop."""
 
     settle_s = 30.0
     """Maximum seconds that a note waits for the blocks that were put before it to reach the lower tiers."""
     max_dirty = 65536
-    """Maximum number of blocks that wait to be copied to lower tiers; beyond it, blocks stay in the first tier only."""
+    """Maximum number of blocks that wait to be copied to lower tiers. Further blocks stay in the first tier only."""
     max_copy_bytes = 256 * 2**20
-    """Maximum bytes of blocks in copies between tiers; beyond it, nothing is promoted or prefetched."""
+    """Maximum bytes of blocks that are being copied between tiers. With more, no further blocks are promoted or
+    prefetched."""
 
     def __init__(self, tiers: Sequence[Tier], layout: KVLayout, count: Callable[..., None]) -> None:
         self._tiers, self._layout, self._count = tiers, layout, count
@@ -74,7 +76,7 @@ class TierCopies:
                 self._count(promoted_blocks=outcomes.count(Put.STORED))
 
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
-        """Copy the blocks that only lower tiers have to the first tier, as far as `max_copy_bytes` allows."""
+        """Copy to the first tier the blocks that only lower tiers have, as far as `max_copy_bytes` allows."""
         first = self._tiers[0]
         for start in range(0, len(hashes), BATCH_BLOCKS):
             part = hashes[start : start + BATCH_BLOCKS]
@@ -130,7 +132,7 @@ class TierCopies:
             self._flusher = self._tasks.start(self._flush())
 
     async def settle(self) -> None:
-        """Wait until all blocks of `flush_later` were copied, `settle_s` at most."""
+        """Wait until all blocks of `flush_later` have been copied, for at most `settle_s` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.settle_s):
                 await self._dirty.join()
@@ -143,7 +145,7 @@ class TierCopies:
                 names.append(self._dirty.get_nowait())
             try:
                 await self._flush_batch([Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in names])
-            except Exception:  # the task's outermost edge: the blocks behind these are still copied
+            except Exception:  # an error must not end this task: later blocks are still copied
                 log.exception("copying blocks to lower tiers failed unexpectedly")
                 self._count(unflushed_blocks=len(names))
             finally:
@@ -153,7 +155,7 @@ class TierCopies:
 
     async def _flush_batch(self, reads: Sequence[Read]) -> None:
         hits = [False] * len(reads)
-        for tier in self._tiers[:-1]:  # the first may have been avoided when they were put, or have evicted them
+        for tier in self._tiers[:-1]:  # the first tier may have been down when they were put, or have evicted them
             missing = [read for read, is_hit in zip(reads, hits, strict=True) if not is_hit]
             if missing:
                 rest = iter(await tier.get(missing))

@@ -1,14 +1,14 @@
 """Several stores as one, the fastest first; or one store alone, with a deadline and a breaker.
 
-A tier that fails or is late counts as empty: the block is found in a lower tier, or computed. `StoreError` is raised
-only if no tier is reachable. `tier` has the deadline and the breaker of one tier, `tier_copies` the copies between
-tiers.
+A tier that fails, or does not answer by its deadline, counts as empty: the block is found in a lower tier, or computed.
+`StoreError` is raised only if no tier is reachable. `tier` has the deadline and the breaker of one tier, `tier_copies`
+the copies between tiers.
 
-* Write policy "through": `put` returns when every reachable tier has the block. "back": when the first one has
-  it; a task copies it to the others, in order. A block that is evicted before that stays out of the others
-  (`unflushed_blocks`).
+* Write policy "through": `put` returns when every reachable tier has the block. "back": it returns when the first tier
+  has the block, and a task copies the block to the other tiers, in order. A block that is evicted before that does not
+  get into the other tiers (`unflushed_blocks`).
 * A block found in a lower tier is copied to those above it, in the background (`promoted_blocks`).
-* Notes are in every tier that other instances share, so that each of these can do without the others.
+* Notes are in every tier that other instances share, so that each of these is enough to find them.
 * `prefetch` copies blocks that will be read soon to the first tier (`prefetched_blocks`).
 * If one tier's codec is lossy, the blocks of all tiers have names of their own: blocks read from that tier are copied
   upwards, and KV computed from them is stored in all tiers, so exact KV must never be found under the same names.
@@ -83,8 +83,8 @@ class TieredStore(KVStore):
         """Open all tiers that can be opened now. May be called repeatedly.
 
         A server that does not answer yet is not an error: the tier is tried again later. Raises `ConfigError` for a
-        tier that can never work (a directory that cannot be made, too little memory), rather than silently store
-        nothing.
+        tier that can never work (a directory that cannot be made, too little memory), because it would otherwise store
+        nothing without an error.
         """
         for tier in self.tiers:
             if not tier.is_up:
@@ -197,12 +197,12 @@ class TieredStore(KVStore):
         return shares
 
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
-        """Copy the blocks that only lower tiers have to the first one, as far as there is memory for copies."""
+        """Copy to the first tier the blocks that only lower tiers have, as far as there is memory for copies."""
         if len(self.tiers) > 1:
             await self._copies.prefetch(hashes)
 
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """Report to the tiers whose eviction policy learns from it."""
+        """Report the end of a request to the tiers whose eviction policies learn from it."""
         for tier, spec in zip(self.tiers, self._specs, strict=True):
             if spec.uses_finishes:
                 await tier.ask(partial(_finish, tier.store, hashes, num_output_tokens), False)
@@ -210,8 +210,8 @@ class TieredStore(KVStore):
     # Notes.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
-        """Write to all shared tiers; to each once the blocks that were put before have reached it, since the note may
-        refer to them. Raises `StoreError` if no tier accepted the note."""
+        """Write to all shared tiers. A tier gets the note once it has the blocks that were put before, since the note
+        may refer to them. Raises `StoreError` if no tier accepted the note."""
         shared = self._shared()
         first = shared
         if self._write == "back":
@@ -249,12 +249,12 @@ class TieredStore(KVStore):
         return any(tier.is_up for number, tier in enumerate(self._shared()) if number in shared)
 
     def on_takes(self, call: Callable[[], None]) -> None:
-        """Register a callback for changes of `takes`; it is called on the store's loop."""
+        """Register a callback for changes of `takes`; it is called on the store's event loop."""
         for tier in self._shared():
             tier.on_takes = call
 
     def takes(self) -> list[int]:
-        """Indices, among the shared tiers, of those that accepted everything in the last put and the last note."""
+        """Indices among the shared tiers: the tiers that accepted all blocks of the last put and the last note."""
         return [number for number, tier in enumerate(self._shared()) if tier.takes]
 
     # Insight.
@@ -277,7 +277,7 @@ class TieredStore(KVStore):
         return totals | self._copies.statistics()
 
     async def _put_back(self, blocks: Sequence[Block]) -> list[Put]:
-        """Put into the first tier that accepts them; the others get the blocks later."""
+        """Put blocks into the first tier that accepts them. The other tiers get them later."""
         for tier in self.tiers[:-1]:
             outcomes = await tier.put(blocks)
             if tier.takes:

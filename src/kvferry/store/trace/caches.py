@@ -1,7 +1,7 @@
 """Caches without bytes through which a trace is replayed: with a policy, of unbounded size, and with perfect foresight.
 
-All count in the same way: a block is a hit if it and all blocks before it in the prompt are cached, since only such a
-prefix saves work. Each request inserts every block of its prompt, even if it is evicted at once.
+All of them count hits in the same way: a block is a hit if it and all blocks before it in the prompt are cached, since
+only such a prefix saves work. Each request inserts every block of its prompt, even if some are evicted at once.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kvferry.store.eviction.base import EvictionPolicy
 from kvferry.store.trace.records import TraceRequest
 
 SECONDS_PER_OUTPUT_TOKEN = 0.03
-"""Sets when an answer is complete, which traces do not contain and policies are called for."""
+"""Determines when an answer is complete. Traces do not contain this, and policies get a call for it."""
 
 NEVER = 1 << 62
 
 
 class Cache(Protocol):
-    """A cache that requests go through in the order of their time."""
+    """A cache to which requests are passed in the order of their times."""
 
     hits: int
 
     def request(self, request: TraceRequest) -> None:
-        """Look up the request's blocks, and keep them."""
+        """Look up the blocks of a request, and insert those that are missing."""
 
 
 class PolicyCache:
@@ -75,7 +75,7 @@ class PolicyCache:
 
 
 class UnboundedCache:
-    """Keeps everything, and so counts all reuse in a trace."""
+    """A cache that evicts no block, and so counts all reuse in a trace."""
 
     def __init__(self) -> None:
         self._cached: set[int] = set()
@@ -122,7 +122,7 @@ class NextUses:
             self._last[key] = position
 
     def read(self) -> Iterator[int]:
-        """The positions from the first on; no request may be added afterwards."""
+        """The positions, from the first one on. No request may be added after this call."""
         self._last, self._parents = {}, {}
         return iter(self._next)
 

@@ -15,7 +15,7 @@ from kvferry.store.trace.caches import NextUses, OptimalCache, PolicyCache, Unbo
 from kvferry.store.trace.records import TraceRequest, read_trace
 
 Requests = Callable[[], Iterator[TraceRequest]]
-"""Returns the requests from the first on, each time it is called."""
+"""Each call returns the requests of the trace, from the first one on."""
 
 
 class PolicyFigures(msgspec.Struct, frozen=True):
@@ -39,7 +39,8 @@ class Comparison(msgspec.Struct, frozen=True):
     block_tokens: int
     infinite_hit_ratio: float
     optimal_hit_ratio: dict[int, float]
-    """The most that any cache of a size could find, knowing the future, by its capacity in tokens."""
+    """By capacity in tokens: the largest share that any cache of this capacity can find, with knowledge of the
+    future."""
     policies: list[PolicyFigures]
 
 
@@ -87,7 +88,8 @@ def compare_file(
     uses_finishes: bool = True,
     on_read: Callable[[int], None] = lambda _: None,
 ) -> Comparison:
-    """`compare` on a file. `on_read` gets the number of bytes of each line, in both passes. Raises `ConfigError`."""
+    """Like `compare`, for a file. `on_read`: called with the number of bytes of each line, in both passes. Raises
+    `ConfigError`."""
     if not path.exists():
         raise ConfigError(f"there is no trace {path}")
     if not path.is_file():

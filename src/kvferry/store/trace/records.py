@@ -37,10 +37,9 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
 def read_trace(
     path: Path, on_read: Callable[[int], None] = lambda _: None, max_line_bytes: int = 16 << 20
 ) -> Iterator[TraceRequest]:
-    """The requests of a file, in its order, one in memory at a time. `on_read` gets the number of bytes of each line.
-    A line of more than `max_line_bytes`, a prompt of 100 million tokens, is no trace.
-
-    Raises `ConfigError` that names a line which is not a request, or is older than the one before.
+    """The requests of a file, in its order, one in memory at a time. `on_read`: called with the number of bytes of each
+    line. Raises `ConfigError`, which names the line, for a line that is not a request, has more than `max_line_bytes`
+    (a prompt of 100 million tokens), or is older than the line before it.
     """
     decoder = msgspec.json.Decoder(TraceRequest)
     last = 0.0
@@ -71,7 +70,7 @@ _EXAMPLE = '{"timestamp": ms, "input_length": tokens, "output_length": tokens, "
 
 
 def _lines(path: Path, max_line_bytes: int) -> Iterator[bytes]:
-    """The file's lines; those that are too long are cut."""
+    """The lines of the file. Lines that are too long are cut off."""
     try:
         require_file(path)
     except ConfigError as error:

@@ -1,14 +1,14 @@
-"""Reading a peer through NIXL: UCX picks the medium (RDMA, shared memory, TCP), and device memory is read directly.
+"""Reads a peer's memory through NIXL. UCX picks the medium (RDMA, shared memory, TCP); device memory is read directly.
 
-An instance's agent metadata goes over kvferry's own authenticated control channel, with the address of a *beacon*:
-random bytes, registered beside the KV cache, that a reader fetches first. This verifies, before a block is read, that
-the connection works and reaches the instance that described itself.
+The metadata of an instance's agent goes over kvferry's own authenticated control channel, with the address of a
+*beacon*: random bytes, registered beside the KV cache, that a reader fetches first. This verifies, before a block is
+read, that the connection works and reaches the instance that sent the description.
 
 UCX cannot cancel a read, so a read is always awaited. If the medium needs the peer's help (TCP) and the peer hangs,
 only closing the local agent ends the read. So one agent serves, and another one reads, which can be closed and
 replaced.
 
-Never run on RDMA hardware.
+Has not yet been run on RDMA hardware.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ from kvferry.transport.transfer_loop import uncancelled
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 16 * 2**20
-"""Bytes of one transfer. If UCX copies synchronously, the loop is blocked for this long."""
+"""Maximum bytes of one transfer. If UCX copies synchronously, the loop is blocked while it copies these."""
 SLICE_PIECES = 8192
+"""Maximum pieces of one transfer."""
 BEACON_BYTES = 16
 DRAM = MemoryKind("DRAM")
 
 
 class NixlDescription(msgspec.Struct, frozen=True):
-    """A peer's description for readers. `metadata`: NIXL's own. `beacon`: its address, and its bytes in hexadecimal."""
+    """A peer's description for readers. `metadata`: NIXL's own metadata of the agent. `segment`, `device`: kind of
+    memory of the KV cache. `regions`: address and bytes of each region of it. `beacon`: its address, and its bytes in
+    hexadecimal."""
 
     agent: str
     metadata: bytes
@@ -53,7 +56,7 @@ class NixlDescription(msgspec.Struct, frozen=True):
 
 
 class NixlFabric(Fabric):
-    """Joins any two instances that NIXL's backends can connect."""
+    """Connects any two instances that NIXL's backends can connect."""
 
     name = "nixl"
 
@@ -129,7 +132,7 @@ class NixlFabric(Fabric):
 
 @dataclass
 class _Remote:
-    """A peer's agent, loaded into the local one."""
+    """A peer's agent, which is loaded into the local agent."""
 
     name: str
     metadata: bytes
@@ -137,19 +140,19 @@ class _Remote:
 
 
 class _ReadingAgent:
-    """An agent that reads, and the peers' agents that are loaded into it. `buffer`, for beacons, is registered with
-    it."""
+    """An agent that reads, and the peers' agents that are loaded into it. `buffer`: memory for a beacon, registered
+    with the agent."""
 
     def __init__(self, agent: NixlAgent, buffer: ctypes.Array[ctypes.c_char]) -> None:
         self.agent, self.buffer = agent, buffer
         self.num_reads = 0
         self.is_closing = False
-        """No more reads are begun; the agent is closed when the last running read has ended."""
+        """True if no more reads begin. The agent is closed when the last running read has ended."""
         self.ended = asyncio.Event()
         self._remotes: dict[str, _Remote] = {}
 
     def acquire(self, name: str, metadata: bytes) -> _Remote:
-        """The peer's agent, loaded once for all connections to it. Raises `ProtocolError`."""
+        """The peer's agent. It is loaded once for all connections to it. Raises `ProtocolError`."""
         remote = self._remotes.get(name)
         if remote is None:
             if self.agent.load(metadata) != name:
@@ -161,7 +164,7 @@ class _ReadingAgent:
         return remote
 
     def release(self, remote: _Remote) -> None:
-        """End one use of a peer's agent; after the last one, the connection to it is closed."""
+        """End one use of a peer's agent. After the last use, the connection to the agent is closed."""
         remote.num_users -= 1
         if not remote.num_users and not self.is_closing:
             del self._remotes[remote.name]
@@ -171,7 +174,8 @@ class _ReadingAgent:
                 log.info("NIXL agent %s could not be removed: %s", remote.name, error)
 
     async def end_read(self, num_left: int) -> None:
-        """End a read, except for `num_left` transfers. Returns when these write no more."""
+        """Record that a read has stopped, with `num_left` transfers still running. If there are such transfers, wait
+        until the agent is closed, after which they no longer write."""
         self.num_reads -= 1
         if not self.is_closing:
             return
@@ -186,10 +190,11 @@ class NixlPeer(FabricPeer):
     """Reads from one peer. Owns its transfers until each has ended."""
 
     grace_s = 1.0
-    """Seconds that an abandoned transfer may continue before the agent that reads is closed."""
+    """Seconds for which an abandoned transfer may continue before the agent that reads is closed."""
     poll_s = 0.0002
-    """NIXL makes progress while it is polled. It is polled for this time before other tasks run."""
+    """NIXL makes progress while it is polled. It is polled for these seconds before other tasks run."""
     max_in_flight = 4
+    """Maximum number of transfers of one read at a time."""
 
     def __init__(
         self, fabric: NixlFabric, reader: _ReadingAgent, remote: _Remote, description: NixlDescription
@@ -208,7 +213,7 @@ class NixlPeer(FabricPeer):
         await self.transfer(pieces, self._fabric.kind, self._kind, deadline)
 
     async def transfer(self, pieces: Pieces, local_kind: MemoryKind, remote_kind: MemoryKind, deadline: float) -> None:
-        """Read pieces of memory of any kind, as `read`."""
+        """Like `read`, for memory of any kind."""
         self.require_going(deadline)
         in_flight: deque[Handle] = deque()
         self._num_reads += 1
@@ -249,7 +254,7 @@ class NixlPeer(FabricPeer):
         return True
 
     async def _quiesce(self, in_flight: deque[Handle]) -> None:
-        """Wait until none of these transfers writes any more."""
+        """Wait until these transfers no longer write."""
         give_up_at = asyncio.get_running_loop().time() + self.grace_s
         pauses, reader = _Pauses(), self._reader
         while in_flight and not reader.is_closing:
@@ -271,7 +276,7 @@ class NixlPeer(FabricPeer):
             return True
 
     def require_going(self, deadline: float) -> None:
-        """Raises `PeerLost` also if the agent that reads is to be closed."""
+        """Also raises `PeerLost` if the agent that reads is about to be closed."""
         if self._reader.is_closing:
             raise PeerLost("the connection to the peer was closed during a read")
         super().require_going(deadline)
@@ -289,7 +294,7 @@ class _Pauses:
     """The pauses between two polls: short ones at first."""
 
     spin_s = 0.0005
-    """A transfer is polled in every iteration of the loop for this time, and then once a millisecond."""
+    """For these seconds, a transfer is polled in every iteration of the loop; after that, once a millisecond."""
 
     def __init__(self) -> None:
         self._spin_until = asyncio.get_running_loop().time() + self.spin_s

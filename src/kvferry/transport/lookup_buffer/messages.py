@@ -8,7 +8,7 @@ producer ── ProducerInfo ─────────────────
          ◄────────────── Verify(id, spans) ────               the digest of these spans? (with checksums only)
          ── News(id, digest) ──────────────────►
          ◄──────────── Take(id, generation) ────              everything is read
-         ── News(id, held) ────────────────────►              the fence; if not kept, other news has the reason
+         ── News(id, held) ────────────────────►              the fence; if the lease has ended, `over` has the reason
          ◄───────────────────── Unselect(id) ───              no more news, please
          ◄────────────────── ReleaseKey(key) ───              it will not be fetched
 """
@@ -24,12 +24,14 @@ from kvferry.transport.memory import LayerPlace, Span
 from kvferry.transport.options import Seconds
 
 PURPOSE = "lookup"
+"""Purpose of the connections that carry these messages (`Listener.handle`, `dial`)."""
 MAX_SELECTS = 4096
-"""Keys that one consumer may have selected at a time."""
+"""Maximum number of keys that one consumer may have selected at a time."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks `first_block, first_block + 1, …` of a request are computed in some layers: `block_ids` of P's blocks."""
+    """Announces that the blocks `first_block, first_block + 1, …` of a request are computed in the layers `first_layer,
+    …, first_layer + num_layers - 1`. `block_ids`: where they are among P's blocks."""
 
     first_layer: int
     num_layers: int
@@ -38,7 +40,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProducerInfo(Message, frozen=True):
-    """The producer's blocks: their number and addresses, the length of its leases (s), and its fabrics, by name."""
+    """The producer's blocks: their number and addresses; the length of its leases in seconds; and its fabrics, by
+    name."""
 
     num_blocks: int
     places: tuple[LayerPlace, ...]
@@ -47,11 +50,13 @@ class ProducerInfo(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """News of a selected key.
+    """News about a selected key.
 
-    `parts`: further ones; parts of another `generation` are void. `meta`: the key is sealed, no more parts come.
-    `over`: the reason why the key has ended. `held`: the answer to `Take`: everything was kept until now, and the key
-    is the consumer's. `digest`: the answer to the last `Verify`; news of a reset that came before it is sent before it.
+    `parts`: new parts; parts of another `generation` are void. `meta`: the key is sealed, and no more parts come; these
+    bytes are what the producer passed to `seal`, and the lookup buffer does not interpret them. `over`: the key has
+    ended, for this reason. `held`: the answer to `Take`: the producer has kept all parts until now, and the key is now
+    the consumer's. `digest`: the answer to the last `Verify`. News of a reset that came before the digest is sent
+    before it.
     """
 
     select_id: int
@@ -64,14 +69,14 @@ class News(Message, frozen=True):
 
 
 class Select(Message, frozen=True):
-    """Send news about this key, from its first part on."""
+    """The consumer wants news about this key, from its first part on."""
 
     select_id: int
     key: str
 
 
 class Unselect(Message, frozen=True):
-    """No more news about this key."""
+    """The consumer wants no more news about this key."""
 
     select_id: int
 
@@ -81,15 +86,16 @@ class Renew(Message, frozen=True):
 
 
 class Verify(Message, frozen=True):
-    """Request the digest of these spans of the producer's memory, which the consumer has read."""
+    """The consumer requests the digest of these spans of the producer's memory. It compares this digest with the digest
+    of the bytes that it has read."""
 
     select_id: int
     spans: list[Span]
 
 
 class Take(Message, frozen=True):
-    """Take a key after all parts of this generation were read, if they were kept until now. `reader`: one of
-    `num_readers` ranks."""
+    """The consumer has read all parts of this generation, and takes the key if the producer has kept them until now.
+    `reader`: index of this rank of the consumer among its `num_readers` ranks that read."""
 
     select_id: int
     generation: int
@@ -98,7 +104,7 @@ class Take(Message, frozen=True):
 
 
 class ReleaseKey(Message, frozen=True):
-    """The key need not be kept for this consumer, which will not fetch it."""
+    """The consumer will not fetch the key, so that the producer need not keep it."""
 
     key: str
 
