@@ -1,5 +1,5 @@
-"""The interface of caches, connectors that keep blocks for reuse by their hash. Their scheduler side is derived from
-`KeepsBlocks` too, and their worker side from `StoresBlocks`."""
+"""The interface of caches, connectors that keep blocks for reuse by their hash. Their scheduler side also derives from
+`KeepsBlocks`, and their worker side from `StoresBlocks`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class KeepsBlocks(ABC, Generic[Plan]):
     @classmethod
     @abstractmethod
     def lossy_codecs(cls, config: KVTransferConfig) -> Sequence[str]:
-        """The lossy codecs because of which loaded KV may not be exact. Raises `ConfigError`."""
+        """The names of the lossy codecs of its stores, through which loaded KV may not be exact. Raises
+        `ConfigError`."""
 
     def saves(self, plan: Plan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
         """The blocks that a plan stores: for each request id, consecutive blocks of its prompt. Default: not known."""
@@ -31,27 +32,28 @@ class KeepsBlocks(ABC, Generic[Plan]):
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
         """The share of these blocks that each tier of each store has. They are pinned if `pin` is True, and unpinned if
-        False. Unless `pin` is False, the next request for exactly these blocks stores the missing ones even if the
-        engine's prefix cache has them. Raises `InvalidRequest` if this instance only loads; the futures raise
+        False. Unless `pin` is False, the next request for exactly these blocks stores the missing ones, even if the
+        engine's prefix cache has them. Raises `InvalidRequest` if this instance only loads. The futures raise
         `StoreError`. Default: not known."""
         return ()
 
     def keeps_keys(self) -> bool:
-        """True if requests can store and load KV under keys of their own (`RequestView.transfer_params`). Default:
-        false."""
+        """True if requests can store and load KV under their own keys (`RequestView.transfer_params`). Default:
+        False."""
         return False
 
     @abstractmethod
     def reset_cache(self) -> bool:
-        """Drop all KV that is kept for reuse, because the weights have changed. False: that is not possible."""
+        """Drop all KV that is kept for reuse, because the weights have changed. Returns False if this is not
+        possible."""
 
 
 @dataclass
 class StoreEvents:
     """Events of the blocks that a worker side keeps in a store, since the last call.
 
-    `stored`: blocks that are in it now. `dropped`: blocks that were to be stored and are not. Each block that a plan
-    stores is in one of these two, once. `changes`: blocks that were added to or removed from each medium.
+    `stored`: blocks that the store has now. `dropped`: blocks that were to be stored but were not. Each block that a
+    plan stores is in exactly one of these two, once. `changes`: blocks that were added to or removed from each medium.
     """
 
     stored: list[BlockHash] = field(default_factory=list)
@@ -71,7 +73,7 @@ class StoresBlocks(ABC):
 
     @abstractmethod
     def store_events(self) -> StoreEvents:
-        """Return the events of blocks that were to be kept for reuse, since the last call."""
+        """Return the events of stored and dropped blocks since the last call."""
 
 
 def keeps_blocks(spec: ConnectorSpec) -> bool:
@@ -80,6 +82,6 @@ def keeps_blocks(spec: ConnectorSpec) -> bool:
 
 
 def lossy_codecs(spec: ConnectorSpec, config: KVTransferConfig) -> list[str] | None:
-    """The lossy codecs because of which loaded KV may not be exact. None: the connector keeps no KV."""
+    """The names of the lossy codecs through which loaded KV may not be exact. None: the connector stores no KV."""
     side = spec.scheduler_class()
     return list(side.lossy_codecs(spec.completed(config))) if issubclass(side, KeepsBlocks) else None

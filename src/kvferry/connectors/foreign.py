@@ -1,5 +1,5 @@
-"""Connectors of other systems, and their keys, that kvferry does not have: a description of each, and its replacement.
-The nearest of kvferry's own names would mislead."""
+"""Connectors of other systems, and their keys, that kvferry does not have, each with a description and its replacement.
+An error that suggests the most similar name of kvferry's would mislead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONNECTORS = {
     "ExampleHiddenStatesConnector": f"vLLM's writer of hidden states, which moves no KV; {_ONLY_IN_VLLM}",
     "PyNcclConnector": "a connector of vLLM's V0 engine; use P2pNcclConnector, or P2pConnector",
 }
-"""By name; the texts follow "kv_connector 'NAME' is"."""
+"""Texts by connector name. They follow "kv_connector 'NAME' is"."""
 
 _OF_NCCL = "a key of vLLM's P2pNcclConnector"
 KEYS = {
@@ -39,7 +39,7 @@ KEYS = {
     "http_port": f"{_OF_NCCL}, for its proxy; kvferry has the port of --port; leave it out",
     "enforce_handshake_compat": "a key of vLLM's NixlConnector; kvferry always compares layouts; leave it out",
 }
-"""Keys of `kv_connector_extra_config`; the texts follow "kv_connector_extra_config.KEY is"."""
+"""Texts by key of `kv_connector_extra_config`. They follow "kv_connector_extra_config.KEY is"."""
 
 
 def refuse_connector(name: str) -> None:

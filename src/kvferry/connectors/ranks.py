@@ -1,8 +1,8 @@
 """Joins the reports of all ranks' worker sides into one report of the whole instance.
 
-Owns the events that some ranks have reported and others not yet. It gets every rank's report, in any order and at any
-time; the result of `take` is for the scheduler and for the connector's scheduler side. vLLM's adapter also uses it to
-join the reports of the several hand-offs that form one request there.
+Owns the events that some ranks have reported and others have not reported yet. It gets every rank's report, in any
+order and at any time; the result of `take` is for the scheduler and for the connector's scheduler side. vLLM's adapter
+also uses it to join the reports of the several hand-offs that form one request there.
 
 | of a request | holds for the instance when |
 |---|---|
@@ -88,7 +88,9 @@ class RankReports:
         released.add(rank)
         if len(released) == self._num_ranks:
             del self._released[request_id]
-            self._ended.pop(request_id, None)  # a cancelled load is `Released` on ranks where it had not ended
+            self._ended.pop(
+                request_id, None
+            )  # a cancelled load is reported as `Released` by ranks on which it had not ended
             self._joined_report.append(Released(request_id))
 
 
@@ -96,7 +98,8 @@ def _joined(ended: Collection[Loaded | Failed]) -> Loaded | Failed:
     """The end of a load that has ended on all ranks."""
     failed = [event for event in ended if isinstance(event, Failed)]
     if failed:
-        # A rank that fails releases the hand-off, which ends the lease for the others: `LeaseEnded` is not the cause.
+        # A rank that fails releases the hand-off, which ends the lease for the other ranks. So `LeaseEnded` is not the
+        # cause.
         causes = [event for event in failed if not isinstance(event.error, LeaseEnded)]
         return [*causes, *failed][0]
     loaded = [event for event in ended if isinstance(event, Loaded)]

@@ -18,10 +18,9 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 
 @dataclass(frozen=True)
 class ConnectorSpec:
-    """A connector's two classes, each as `package.module:Class`, imported when first built.
-
-    `api_version` is the one of `kvferry.connectors.api` that they are written for, as a number: a connector of another
-    version is refused. `defaults` are values of `kv_connector_extra_config` that belong to the name; the user's
+    """The two classes of a connector, each as `package.module:Class`; they are imported when they are first used.
+    `api_version`: the version of `kvferry.connectors.api` for which they are written, as a number; a connector for
+    another version is refused. `defaults`: default values in `kv_connector_extra_config` for this name; the user's
     settings override them.
     """
 
@@ -37,8 +36,8 @@ class ConnectorSpec:
     an engine loads the model: raises `ConfigError` if this machine lacks what the connector needs, such as its
     address."""
     options: str = ""
-    """`package.module:Class`, a `msgspec.Struct` whose fields are the keys of `kv_connector_extra_config`. They are
-    checked with it before anything is started; the configuration reference is generated from it."""
+    """`package.module:Class`, a `msgspec.Struct` whose fields are the keys of `kv_connector_extra_config`. It is used
+    to check the keys before anything is started, and to generate the configuration reference."""
 
     def build_scheduler_side(self, context: ConnectorContext) -> SchedulerSide[StepPlan]:
         """A new scheduler side."""
@@ -70,8 +69,8 @@ class ConnectorSpec:
             read_options(resolve(self.options), config.kv_connector_extra_config)
 
     def check_here(self, config: KVTransferConfig, *, has_token: bool) -> None:
-        """Raise `ConfigError` as `check` does, and if this machine lacks what the connector needs. `has_token`:
-        instances share a token."""
+        """Raise `ConfigError` like `check`, and also if this machine lacks something that the connector needs.
+        `has_token`: instances share a token."""
         self.check(config)
         if self.here_check:
             resolve(self.here_check)(self.completed(config), has_token=has_token)
@@ -133,7 +132,7 @@ BUILTIN: dict[str, ConnectorSpec] = {
 
 
 CONNECTORS = ExtensionPoint("kv_connector", BUILTIN, "kvferry.connectors")
-"""An entry point of this group, or `module:attribute`, is a `ConnectorSpec`."""
+"""`ConnectorSpec`s of other packages: entry points of this group, or `module:attribute`."""
 
 
 def connector_names() -> list[str]:
@@ -145,9 +144,8 @@ def find_connector(config: KVTransferConfig) -> ConnectorSpec:
     """The connector that a configuration names: one of `CONNECTORS`, or with `kv_connector_module_path` the attribute
     of that name in that module.
 
-    Raises `UnknownName` with the nearest known name, or `ConfigError` for a connector of another system,
-    or when the module has no such spec, or one that is
-    written for another version of the API.
+    Raises `UnknownName` with the nearest known name. Raises `ConfigError` for a connector of another system, if the
+    module has no such spec, and if the spec is for another version of the API.
     """
     module, name = config.kv_connector_module_path, config.kv_connector
     if not module and not CONNECTORS.has_name(name):

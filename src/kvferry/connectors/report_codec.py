@@ -1,4 +1,5 @@
-"""A `TransferReport` as bytes, which a rank's process sends to the process with the scheduler. Nothing is unpickled."""
+"""A `TransferReport` as bytes, which the process of a rank sends to the process with the scheduler. Decoding does not
+unpickle."""
 
 from __future__ import annotations
 
@@ -41,11 +42,11 @@ def _pack(error: Any) -> _Error:
 
 
 def _unpack(_: type, value: Any) -> KvferryError:
-    """Called by msgspec for errors. Its own error for a malformed one is a `DecodeError`."""
+    """Called by msgspec to decode an error. Raises `DecodeError` if the error is malformed."""
     packed = msgspec.convert(value, _Error)
     kinds = {kind.__name__: kind for kind in _subclasses(KvferryError)}
     kind = kinds.get(packed.kind, TransferError)
-    error = kind.__new__(kind)  # its own constructor takes other arguments than the message
+    error = kind.__new__(kind)  # the constructor of its class takes other arguments than the message
     Exception.__init__(error, packed.message)
     vars(error).update(packed.facts)
     return error

@@ -1,7 +1,7 @@
 """The reports of a worker side whose transfers end on other threads.
 
-Loads that do not end by their deadline, because a call into a driver, a library or a disk does not return, are reported
-as failed: the engine continues without them, and holds their blocks until they end.
+A load that does not end by its deadline, because a call to a driver, a library or a disk does not return, is reported
+as failed. The engine continues without it, and holds its blocks until it ends.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from kvferry.core.errors import TransferTimeout
 
 
 class Reports:
-    """`add` may be called on any thread, the other methods on the engine's. `timeout_s` limits each load."""
+    """`add` may be called on any thread, the other methods on the engine's thread. `timeout_s`: maximum seconds of each
+    load."""
 
     grace_s = 2.0
-    """A load whose calls return ends by itself within this time after its deadline."""
+    """A load whose calls return ends by itself within these seconds after its deadline."""
 
     def __init__(self, timeout_s: float, clock: Clock) -> None:
         self.wake: Wake = lambda: None
-        """Called when there is something new: set it in `WorkerSide.on_report`."""
+        """Called when there are new events. Set it in `WorkerSide.on_report`."""
         self._events: deque[TransferEvent] = deque()
         self._limit_s, self._clock = timeout_s + self.grace_s, clock
         self._started_at: dict[str, float] = {}
@@ -37,7 +38,7 @@ class Reports:
         self._started_at[request_id] = self._clock.monotonic()
 
     def forget(self, request_id: str) -> None:
-        """Record that the load was cancelled: the only event that its request still waits for is `Released`."""
+        """Record that the load was cancelled. `Released` is then the only event for which its request still waits."""
         self._started_at.pop(request_id, None)
         self._overdue.discard(request_id)
 

@@ -1,9 +1,9 @@
 """kvferry's connectors inside vLLM.
 
-For every connector in the registry, this module has a class for vLLM with the name `Kvferry` + its name, made on first
-access. `--kv-transfer-config` finds it by its name alone, because `register` (vLLM's plugin entry point) makes the
-names known, or with `"kv_connector_module_path": "kvferry.adapters.vllm"`. Importing this module imports neither vLLM
-nor torch.
+For every connector in the registry, this module has a class for vLLM, named `Kvferry` and the connector's name. It is
+made when it is first used. `--kv-transfer-config` finds the class by its name alone, because `register` (vLLM's plugin
+entry point) registers all names, or with `"kv_connector_module_path": "kvferry.adapters.vllm"`. Importing this module
+imports neither vLLM nor torch.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def class_names() -> list[str]:
 
 @cache
 def connector_class(name: str) -> type:
-    """The class of that name; always the same object, since vLLM compares classes.
+    """The class with this name. It is always the same object, since vLLM compares classes.
 
     Raises `UnknownName` with the nearest known one, and `ConfigError` for a release of vLLM that this adapter was not
     tested with.

@@ -80,20 +80,20 @@ class KvferryConnector(KVConnectorBase_V1):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
-        """vLLM 0.33 calls this before anything else; with 0.32, `cache_shape` refuses sleep mode."""
+        """False. vLLM 0.33 calls this before anything else; with vLLM 0.32, `cache_shape` refuses sleep mode."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """None: any layout. vLLM's first call with the model's configuration; for some refused models, vLLM would
-        otherwise fail before it builds a connector."""
+        """Returns None: any layout. Also raises `ConfigError` for unsupported models: this is vLLM's first call with
+        the model's configuration, and for some of these models vLLM itself fails before it builds a connector."""
         require_attention_only(vllm_config.model_config)
         return None
 
     # Worker: the KV cache.
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        """On CPUs, a context in which the KV cache is allocated in shared memory; None: vLLM's own memory."""
+        """On CPUs, a context in which the KV cache is allocated in shared memory; None: vLLM allocates it itself."""
         tensors = self._kv_cache_config.kv_cache_tensors
         if (
             not self._settings.options.shared_memory
@@ -125,11 +125,11 @@ class KvferryConnector(KVConnectorBase_V1):
     # Worker: steps.
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Withdraw the announcements of blocks that vLLM is about to reuse. vLLM's first call in a step."""
+        """Withdraw the announcements of blocks that vLLM is about to reuse. Called first in a step."""
         self._worker_half().withdraw(_own_metadata(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
-        """Called before the model runs if it waits for a load of this step, otherwise after it."""
+        """Called before the model runs if the model waits for a load of this step, otherwise after it."""
         self._worker_half().start(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -141,11 +141,13 @@ class KvferryConnector(KVConnectorBase_V1):
         self._worker_half().save_layer(self._step(), layer_name)
 
     def wait_for_save(self) -> None:
-        """Called when the model has run (on a device: is queued). Announces the layers that are not announced yet."""
+        """Called when the model has run (on a GPU: when it is queued). Announces the layers that are not announced
+        yet."""
         self._worker_half().end_step(self._step())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Called once in each step. The next three methods return other parts of the result of this call."""
+        """Called once in each step. `get_block_ids_with_load_errors` and `build_connector_worker_meta` return the other
+        parts of its result."""
         step = self._step() if self.has_connector_metadata() else None
         self._results = results = self._worker_half().report(step)
         return KVConnectorTransferResults(results.finished_sending, results.finished_recving, results.failed_recving)
@@ -161,7 +163,7 @@ class KvferryConnector(KVConnectorBase_V1):
     # Scheduler.
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Called before any step."""
+        """Called once, before the first step."""
         self._pool = gpu_block_pool
 
     def _build_scheduler_half(self, facts: WorkerFacts) -> SchedulerHalf:
@@ -189,8 +191,8 @@ class KvferryConnector(KVConnectorBase_V1):
         )
 
     def _has_room(self, num_blocks: int) -> bool:
-        """True if blocks may be reserved for KV that is not computed yet (`ConnectorContext.has_room`). Requests that
-        wait for a load take no slot from others in vLLM."""
+        """True if blocks may be reserved for KV that is not computed yet (`ConnectorContext.has_room`). In vLLM, a
+        request that waits for a load does not count against `max_num_seqs`."""
         if self._pool is None:
             return True
         longest = -(-self._vllm_config.model_config.max_model_len // self._shape.block_size)
@@ -210,7 +212,8 @@ class KvferryConnector(KVConnectorBase_V1):
             self._scheduler_half().add(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Number of tokens that can be loaded (None: call again), and true if the request waits for them."""
+        """Number of tokens that can be loaded (None: not known yet, vLLM calls again), and True if the request waits
+        for them."""
         if self._pending_requests is not None:
             return None, False
         return self._scheduler_half().match(request, num_computed_tokens)
@@ -220,7 +223,7 @@ class KvferryConnector(KVConnectorBase_V1):
         self._scheduler_half().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """The work of the workers in this step. Before the first report, vLLM's engine only steps to fetch it."""
+        """The work of the workers in this step. Until all workers have reported their facts, it is empty."""
         if self._pending_requests is not None:
             return StepMetadata(None, computes=scheduler_output.total_num_scheduled_tokens > 0)
         return self._scheduler_half().plan(scheduler_output)
@@ -246,7 +249,7 @@ class KvferryConnector(KVConnectorBase_V1):
         self._scheduler_half().completed(reports)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """True if vLLM must keep the request's blocks for now, and its ticket."""
+        """Returns True if vLLM must keep the request's blocks for now, and the request's ticket."""
         return self._finish(request, [block_ids])
 
     def _finish(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
@@ -311,18 +314,19 @@ class KvferryConnector(KVConnectorBase_V1):
 
 
 class KvferryGroupsConnector(KvferryConnector, SupportsHMA):
-    """The base for connectors that support several KV cache groups. By this class, vLLM decides whether to use its
-    hybrid KV cache manager for models with sliding windows."""
+    """The base for connectors that support several KV cache groups. vLLM uses its hybrid KV cache manager for models
+    with sliding windows only if the connector's class derives from `SupportsHMA`."""
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """True if vLLM must keep the request's blocks for now, and its ticket."""
+        """Returns True if vLLM must keep the request's blocks for now, and the request's ticket."""
         return self._finish(request, block_ids)
 
 
 def _own_metadata(metadata: KVConnectorMetadata) -> StepMetadata:
-    """The metadata of `build_connector_meta`, which vLLM has passed on. Raises `ConnectorLost` for any other."""
+    """The metadata that `build_connector_meta` returned, as vLLM passes it to the worker. Raises `ConnectorLost` for
+    any other object."""
     if not isinstance(metadata, StepMetadata):
         raise ConnectorLost(f"vLLM passed {type(metadata).__name__} as the metadata of kvferry's connector")
     return metadata

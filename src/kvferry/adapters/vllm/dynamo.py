@@ -1,5 +1,5 @@
-"""kvferry's connectors in Dynamo's vLLM workers: Dynamo knows how a hand-off goes for the connectors in a table of its
-own, and refuses requests where the connector is not in it.
+"""kvferry's connectors in Dynamo's vLLM workers: Dynamo has a table that tells how each connector hands off, and
+refuses requests if the connector is not in it.
 
 As of Dynamo 1.7.0.dev20261026 (`dynamo.vllm.kv_connector_protocols`).
 """
@@ -18,7 +18,7 @@ _TABLE = "dynamo.vllm.kv_connector_protocols"
 
 
 def add_to_dynamo(names: Iterable[str]) -> None:
-    """Add these connectors to Dynamo's table, if this is the process of a worker of Dynamo's."""
+    """Add these connectors to Dynamo's table, if this is the process of a worker of Dynamo."""
     if "dynamo.vllm" not in sys.modules:
         return
     try:
@@ -28,14 +28,16 @@ def add_to_dynamo(names: Iterable[str]) -> None:
         return
 
     class KvferryProtocol(KvConnectorProtocol):  # type: ignore[misc, unused-ignore]
-        """P's answer has the ticket, or nothing where the KV is found in a store."""
+        """The hand-off of kvferry's connectors: P's answer has the ticket, or no parameters if D finds the KV in a
+        store."""
 
         def prefill_request_kv_transfer_params(self) -> dict[str, Any]:
-            """As vLLM's NixlConnector is asked, with the name of the hand-off."""
+            """The parameters of a request to P, as for vLLM's NixlConnector, with the transfer id of the hand-off."""
             return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": uuid.uuid4().hex}
 
         def decode_request_kv_transfer_params(self, prefill_response: Any) -> dict[str, Any]:
-            """P's ticket as it is. Dynamo wants an answer with parameters, so that nothing is an empty one."""
+            """The parameters of a request to D: P's ticket, unchanged. Dynamo requires parameters, so without a ticket
+            they are empty."""
             return prefill_response.kv_transfer_params or {}
 
     for name in names:

@@ -2,7 +2,8 @@
 
 vLLM publishes the events of a connector (`--kv-events-config`). A block has two names: kvferry's block hash in the
 store, and in events the hash that vLLM publishes for the same block, so that subscribers can match them with requests.
-Owns the future events of blocks that are being written to the store, and the names of the published blocks.
+Owns the events of blocks that are being written to the store, until these are published, and the names of the published
+blocks.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class VllmBlockEvents:
     only."""
 
     max_blocks = 2**16
-    """Maximum number of blocks about which events can be published; beyond it, the oldest are dropped."""
+    """Maximum number of blocks whose names are kept for events. The oldest ones are dropped first."""
     report_timeout_s = 60.0
-    """If no block is reported for this many seconds, pending blocks are dropped: their connector, one of several, is
-    lost."""
+    """If no block is reported for this many seconds, pending blocks are dropped: the connector, which is one of
+    several, is lost."""
 
     def __init__(self, block_size: int, num_ranks: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._block_size, self._num_ranks, self._clock = block_size, num_ranks, clock
@@ -132,7 +133,7 @@ class VllmBlockEvents:
         return events
 
     def has_work(self) -> bool:
-        """True if there are, or will be, events although no request is left."""
+        """True if there are events, or blocks are pending. Then vLLM must step although no request is left."""
         if self._num_pending and self._clock.monotonic() - self._last_report_at > self.report_timeout_s:
             self._stop_waiting()
         return bool(self._num_pending or self._events)

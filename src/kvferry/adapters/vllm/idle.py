@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from kvferry.core.clock import doubling_waits
 
 NUM_EMPTY_STEPS = 2
-"""Steps without work before the first pause: with asynchronous scheduling, the results of as many steps are pending."""
+"""Number of steps without work before the first pause: with asynchronous scheduling, this many steps may still wait for
+their results."""
 
 
 class IdlePause:
-    """The pauses of one engine, which double from `first_s` up to `max_s`; 0: no pauses. Used from vLLM's scheduler
-    thread only."""
+    """The pauses of one engine. Their length doubles from `first_s` up to `max_s` seconds; there are none if `max_s` is
+    0. Used from vLLM's scheduler thread only."""
 
     first_s = 0.001
 
@@ -67,9 +68,9 @@ class PauseUser:
 
     @property
     def max_s(self) -> float:
-        """Maximum delay of a step without work (s); 0: none."""
+        """Maximum seconds of a pause; 0: no pauses."""
         return self.pause.max_s
 
     def step(self, *, has_work: bool) -> None:
-        """Report a step; called last in it. May sleep."""
+        """Report a step of this connector. Call it at the end of the step: it may sleep."""
         self.pause.report(self.name, has_work=has_work)

@@ -38,7 +38,8 @@ class _Load:
 
 
 class Loads:
-    """`num_groups`: vLLM's KV cache groups; with several, the worker side reports about parts of requests."""
+    """`num_groups`: number of vLLM's KV cache groups; if there are several, the worker side reports about parts of
+    requests."""
 
     def __init__(self, block_size: int, num_groups: int) -> None:
         self._block_size, self._has_parts = block_size, num_groups > 1
@@ -46,7 +47,7 @@ class Loads:
         self._running: dict[str, _Load] = {}
         self._step_loads: dict[str, list[int]] = {}
         self._failed_but_writing: dict[str, Failed] = {}
-        """Failed loads that may still write, by the name under which their blocks are held."""
+        """Failed loads that may still write to their blocks, by the name under which the blocks are held."""
 
     def begin(self, step: StepMetadata) -> None:
         """Record the loads that are part of the step's plan."""
@@ -59,15 +60,15 @@ class Loads:
         return bool(self._running) and all(load.is_reported for load in self._running.values())
 
     def forget(self, request_ids: Iterable[str], *, unless_running: bool = False) -> None:
-        """Forget the loads of these requests: blocks released for them from now on are blocks that they held at their
-        end."""
+        """Forget the loads of these requests. Blocks that are released for them from now on were held at the end of the
+        request."""
         for name in request_ids:
             if name in self._running and (self._running[name].is_reported or not unless_running):
                 del self._running[name]
 
     def translate_for_vllm(self, report: TransferReport) -> TransferReport:
-        """The report without P's first token, because vLLM's D samples it itself. vLLM cannot give a request other
-        blocks, so a load that may still write to its blocks does not count as failed yet."""
+        """The report without P's first token, because vLLM as D samples the first token itself. vLLM cannot give a
+        request other blocks, so a load that may still write to its blocks does not count as failed yet."""
         translated: TransferReport = []
         for event in report:
             match event:
@@ -89,14 +90,15 @@ class Loads:
         return translated
 
     def add_results(self, events: TransferReport, not_held: Mapping[str, Sequence[int]], results: StepResults) -> None:
-        """Add these events to `results`. `not_held`: by request, the groups whose blocks are not held at its end."""
+        """Add these events to `results`. `not_held`: by request id, the groups whose blocks are not held at the
+        request's end."""
         report = self._join_parts(events, not_held) if self._has_parts else events
         for event in report:
             self._add_event(event, results)
         results.rank_report.transfers = encode_report(report) if report else b""
 
     def _join_parts(self, report: TransferReport, not_held: Mapping[str, Sequence[int]]) -> TransferReport:
-        """The events of whole requests, if the connector reports about their parts."""
+        """If the connector reports about parts of requests, turn the events into events of whole requests."""
         for group, part in by_group(report).items():
             self._joined.add(group, part)
         for request_id, groups in not_held.items():
@@ -120,7 +122,7 @@ class Loads:
                 if request_id in self._running:
                     results.failed_recving.add(request_id)
                 results.invalid_block_ids.update(self._step_loads.pop(request_id, ()))
-            case Released() if request_id in self._running:  # an aborted load: vLLM frees its blocks when it ends
+            case Released() if request_id in self._running:  # an aborted load: vLLM frees the blocks when the load ends
                 self._finish_load(request_id, results)
                 del self._running[request_id]
             case Released():
@@ -140,7 +142,8 @@ class Loads:
 
 
 def _fail_partial(event: TransferEvent) -> TransferEvent:
-    """Return a partial load as failed: with several groups, vLLM does not accept reports about single blocks."""
+    """The event as a failure if it is a partial load: with several groups, vLLM does not accept reports about single
+    blocks."""
     if isinstance(event, Loaded) and event.num_tokens is not None:
         return Failed(event.request_id, TransferError("only the KV of the beginning of the prompt arrived"))
     return event

@@ -17,7 +17,7 @@ from kvferry.core.blocks.layout import KVLayout
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler → every worker, with each step."""
+    """From the scheduler to every worker, with each step."""
 
     plan: StepPlan | None
     computes: bool
@@ -27,14 +27,16 @@ class StepMetadata(KVConnectorMetadata):
     step_loads: dict[str, list[int]] = field(default_factory=dict)
     """Requests that run in this step, with the blocks that are loaded during it."""
     refused: set[str] = field(default_factory=set)
-    """Requests that wait for a load which is not possible."""
+    """Requests that wait for a load that is not possible."""
     not_held: dict[str, list[int]] = field(default_factory=dict)
-    """The groups without held blocks of each request whose blocks are held; no report will come for them."""
+    """For each request whose blocks are held, the groups of which none are held. No report will come for these
+    groups."""
     forgotten: set[str] = field(default_factory=set)
-    """Requests that have ended, or whose load has: the next blocks released for them are blocks that they held."""
+    """Requests that have ended, or whose load has ended. Blocks that are released for them from now on were held at the
+    end of the request."""
 
     wait_s: float = 0.0
-    """Maximum seconds that the step waits for a report, if vLLM waits only for loads."""
+    """Maximum seconds for which the step waits for a report, if vLLM only waits for loads."""
 
     @property
     def has_work(self) -> bool:
@@ -45,22 +47,22 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """Facts known only beside the KV cache, from which the scheduler side is built."""
+    """Facts that only the worker knows, beside the KV cache. The scheduler side is built from them."""
 
     layout: KVLayout
     address: dict[str, Any] | None
     is_alone: bool = True
     """True if this vLLM has no other connector."""
     hands_off: bool = True
-    """True if this connector makes the hand-offs, and no other one beside it."""
+    """True if this connector makes the hand-offs; False if another one in this vLLM does."""
 
 
 @dataclass
 class RankReport:
     """The report of one worker side. `transfers`: an encoded `TransferReport`, empty if there is none. It is encoded
     because vLLM pickles its messages, and errors keep their content only in kvferry's own encoding. `facts`: in the
-    first report only. They do not come with vLLM's handshake, because vLLM's MultiConnector has one handshake for all
-    of its children, and some of vLLM's own connectors accept no other than theirs."""
+    first report only. They are not part of vLLM's handshake: vLLM's MultiConnector has one handshake for all its
+    children, and some of vLLM's own connectors accept only their own."""
 
     rank: int
     transfers: bytes = b""
@@ -73,12 +75,12 @@ class RankReport:
 
 @dataclass
 class WorkerReports(KVConnectorWorkerMetadata):
-    """Workers → scheduler: one report for each rank."""
+    """From the workers to the scheduler: one report for each rank."""
 
     ranks: list[RankReport]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
-        """Join the reports of both."""
+        """The reports of both objects together."""
         if not isinstance(other, WorkerReports):
             raise TypeError(f"reports of kvferry's workers cannot be joined with a {type(other).__name__}")
         return WorkerReports([*self.ranks, *other.ranks])

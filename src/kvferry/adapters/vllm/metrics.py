@@ -3,8 +3,8 @@
     vllm:kvferry_p2p_connector_taken_total{side, kind}    a counter: the connector's statistic "taken"
     vllm:kvferry_p2p_connector_held_bytes{side, kind}     a gauge
 
-The names are the connector's, so a new connector needs no line here; its classes list the gauges (`gauges`). `kind` is
-the end of a name: a kind of error, or a transport. Values of several ranks are added up.
+The names come from the connector, so a new connector needs no line here. Its classes list the names that are gauges
+(`gauges`). `kind` is the end of a name: a kind of error, or a transport. Values of several ranks are added up.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class KvferryStats(KVConnectorStats):
         return totals
 
     def reduce(self) -> dict[str, int | float]:
-        """The metrics that are not zero, for vLLM's log line."""
+        """The metrics that are not zero, as text for vLLM's log line."""
         return {f"{side} {figure}": round(value, 3) for (side, figure), value in self.totals().items() if value}
 
     def is_empty(self) -> bool:

@@ -1,13 +1,13 @@
 """The connector's view of a request for which vLLM has several block tables.
 
 A model that mixes full attention and sliding windows has several KV cache groups in vLLM, each with its own block table
-over one pool of equal blocks; blocks before a window are freed while the request runs. The connector sees one request
-for each group, a *part*: its prompt is the section that the group needs, from the block in which the window begins,
-with blocks and a transfer id of its own. So there is one hand-off for each group, and the connector does not know about
-groups.
+over one pool of equal blocks. Blocks before a window are freed while the request runs. The connector sees one request
+for each group, a *part* (not the `Part` of a lookup buffer). The part's prompt is the section that the group needs,
+from the block in which the window begins; it has its own blocks and its own transfer id. So there is one hand-off for
+each group, and the connector does not know about groups.
 
-A part ends before the prompt's last token. The consumer computes that token again and needs its window, which the
-producer must therefore have kept: both sides compute the beginning with `first_block`.
+A part ends before the prompt's last token. The consumer computes that token again, for which it needs the token's
+window. So the producer must keep that window: both sides compute where it begins with `first_block`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WholePart:
         return group_blocks
 
     def position(self, num_tokens: int) -> int:
-        """Number of the first `num_tokens` tokens of the request that belong to the part."""
+        """Number of tokens among the request's first `num_tokens` that belong to the part."""
         return num_tokens
 
     def chunk(self, start: int, num_tokens: int, blocks_of: BlocksOf, request_id: str) -> ScheduledChunk:
@@ -69,12 +69,12 @@ class GroupPart:
         return block_ids[self.group][self._first_block :]
 
     def position(self, num_tokens: int) -> int:
-        """Number of the first `num_tokens` tokens of the request that belong to the part."""
+        """Number of tokens among the request's first `num_tokens` that belong to the part."""
         return max(0, min(num_tokens - self._first_token, len(self.view.prompt_token_ids)))
 
     def chunk(self, start: int, num_tokens: int, blocks_of: BlocksOf, request_id: str) -> ScheduledChunk:
-        """The part's share of a chunk of the request. Its last token is left out until the whole prompt is computed, so
-        that nothing is written to a block after it is announced."""
+        """The part's share of a chunk of the request. The last token of the part is left out until the whole prompt is
+        computed, so that nothing is written to a block after its announcement."""
         first, end = self.position(start), self.position(start + num_tokens)
         if start + num_tokens < self._num_prompt:
             end = min(end, len(self.view.prompt_token_ids) - 1)
@@ -85,8 +85,8 @@ Part = WholePart | GroupPart
 
 
 class _SectionView:
-    """A `RequestView` of a section of the prompt. No answer is kept: its window is useless to a next turn that differs
-    earlier."""
+    """A `RequestView` of a section of the prompt. The KV of the answer is not kept for the next turn: the KV of a
+    window can be reused only if all tokens up to the window are the same."""
 
     block_hashes: Sequence[BlockHash] = ()
     finish_reason: str | None = None
@@ -105,12 +105,12 @@ class _SectionView:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The tokens of the section: it has no answer."""
+        """The tokens of the section, which has no answer."""
         return self.prompt_token_ids
 
     @property
     def num_computed_tokens(self) -> int:
-        """Always 0, as it is not counted for a section."""
+        """Always 0: computed tokens are not counted for a section."""
         return 0
 
 
@@ -134,15 +134,15 @@ class Partition:
         ]
 
     def names(self, request_id: str) -> list[str]:
-        """The names of a request's parts."""
+        """The request ids of a request's parts, the main one first."""
         if self.num_groups == 1:
             return [request_id]
         return [part_name(request_id, group) for group in self._order]
 
 
 def first_block(num_tokens: int, window: int | None, block_size: int) -> int:
-    """The first block of a group that is needed to compute the token after `num_tokens`. vLLM has freed the blocks
-    before it, or never reserved them."""
+    """Index of the first block of a group that is needed to compute the token after `num_tokens`. vLLM has freed the
+    blocks before it, or never reserved them."""
     return 0 if window is None else max(0, num_tokens - window + 1) // block_size
 
 
@@ -152,7 +152,7 @@ def part_name(request_id: str, group: int) -> str:
 
 
 def by_group(report: TransferReport) -> dict[int, TransferReport]:
-    """A report about parts, as reports about requests by group."""
+    """Divide a report about parts into one report for each group, with the ids of the whole requests."""
     reports: defaultdict[int, TransferReport] = defaultdict(list)
     for event in report:
         request_id, group = _split_name(event.request_id)
@@ -171,15 +171,15 @@ def _num_handed_off(view: RequestAdapter) -> int:
 
 
 def _num_promised(view: RequestAdapter) -> int:
-    """Number of tokens that the ticket promises, if the producer had only a prefix of the prompt; else as
-    `_num_handed_off`."""
+    """Number of tokens whose KV the ticket promises: `remote_num_tokens`, which is set if the producer had only a
+    prefix of the prompt, else `_num_handed_off`."""
     num_promised = view.hand_off.ticket.remote_num_tokens if isinstance(view.hand_off, Consume) else 0
     return num_promised or _num_handed_off(view)
 
 
 def _hand_off_of(hand_off: HandOff, first_token: int, group: int | None) -> HandOff:
-    """A part's own hand-off. `group` None: the main part, whose ticket is sent. KV of an earlier turn is not
-    fetched."""
+    """The hand-off of one part. `group` None: the main part, whose ticket is the request's. The KV of earlier turns is
+    not fetched."""
     match hand_off:
         case Produce(transfer_id=transfer_id):
             return Produce(_transfer_id_of(transfer_id, group))
@@ -196,14 +196,14 @@ def _hand_off_of(hand_off: HandOff, first_token: int, group: int | None) -> Hand
 
 
 def _transfer_id_of(transfer_id: str, group: int | None) -> str:
-    """A group's transfer id: hashed, so that it cannot be equal to another one."""
+    """The transfer id of a group. It is hashed, so that no request has the same transfer id."""
     if group is None:
         return transfer_id
     return hashlib.sha256(f"group {group} of {transfer_id}".encode()).hexdigest()
 
 
 class _Blocks(Sequence[int]):
-    """A part's block ids, which are requested from vLLM on first use."""
+    """The block ids of a part, which are read from vLLM on first use."""
 
     def __init__(self, part: Part, blocks_of: BlocksOf, request_id: str) -> None:
         self._part, self._blocks_of, self._request_id = part, blocks_of, request_id

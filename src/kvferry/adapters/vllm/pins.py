@@ -1,10 +1,8 @@
 """Keeps the blocks of sliding windows while they are handed off.
 
 vLLM keeps a finished request's blocks as long as its connector requires, but only the blocks that the next token would
-attend to; the consumer needs one token further back. The producer therefore holds the blocks of windows itself, with
-vLLM's own reference count.
-
-Owns these references.
+attend to. The consumer also needs the token before these. So the producer holds the blocks of windows itself, with
+vLLM's own reference count. Owns these references.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ class Pins:
         self._blocks: dict[str, list[Any]] = {}
 
     def hold(self, request_id: str, block_ids: Iterable[int]) -> None:
-        """Keep these blocks, which the request has now, until `release`. Raises `LeakError` if vLLM has freed one,
-        since its content may have changed."""
+        """Hold these blocks, which the request has now, until `release`. Raises `LeakError` if vLLM has freed one of
+        them, because its content may have changed."""
         self.release(request_id)
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
         if any(block.is_null for block in blocks):
@@ -33,7 +31,7 @@ class Pins:
         self._blocks[request_id] = blocks
 
     def release(self, request_id: str) -> None:
-        """Return the request's blocks to the pool, unless others use them."""
+        """Release the request's blocks. The pool gets the ones that no other request uses."""
         blocks = self._blocks.pop(request_id, None)
         if blocks:
             self._pool.free_blocks(reversed(blocks))

@@ -38,9 +38,10 @@ class RequestAdapter:
         self.hand_off: HandOff = self._parse(request.kv_transfer_params) if hand_off else None
         self.transfer_params = self._parse_keys(request)
         self.last_match: tuple[int, Hit] | None = None
-        """The last result of `match`: the number of computed tokens then, and the hit."""
+        """The last result of `match`: the number of computed tokens at that time, and the hit."""
         self.refused = self.failed = self.is_logged = False
-        """True if, in order: the last result was a load that must fail; a load has failed; its error was logged."""
+        """In this order: True if the last result was a load that must fail; if a load has failed; if its error was
+        logged."""
         self._block_size, self._model = block_size, model_identity
         self._hashes: list[BlockHash] | None = None
 
@@ -52,7 +53,8 @@ class RequestAdapter:
             return None
 
     def _parse_keys(self, request: Any) -> KVTransferParams | None:
-        """The keys of KV. vLLM cannot refuse a request with invalid keys: they are dropped, and the error is logged."""
+        """The request's KV keys. vLLM cannot refuse a request with invalid keys: the keys are ignored, and the error is
+        logged."""
         try:
             [params] = parse_transfer_params(
                 request.kv_transfer_params, {}, num_prompts=1, tenant=request.cache_salt or ""
@@ -63,8 +65,8 @@ class RequestAdapter:
         return params
 
     def check_adapter(self, salts: Salts) -> None:
-        """Set `salt_error` if the content of the LoRA adapter may have changed since the request arrived.
-        `salts`: the ones that its salt is from."""
+        """Set `salt_error` if the content of the LoRA adapter may have changed since the request arrived. `salts`: the
+        object that computed its salt."""
         if self.salt_error is None and self.request.lora_request is not None:
             self.salt_error = salts.uncertainty(self.request.lora_request)
 
@@ -85,8 +87,8 @@ class RequestAdapter:
 
     @property
     def prefill_result(self) -> PrefillResult | None:
-        """The producer's result, after a successful end. None on a consumer: in vLLM it samples the first token
-        itself."""
+        """The producer's result, after a successful end. None on a consumer, because in vLLM the consumer samples the
+        first token itself."""
         request = self.request
         if (
             self.salt_error is not None
@@ -108,12 +110,12 @@ class RequestAdapter:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is computed; the last token was sampled only."""
+        """Number of tokens whose KV is computed. The KV of the last token, which was only sampled, is not."""
         return min(self.request.num_computed_tokens, self.request.num_tokens - 1)
 
     @property
     def finish_reason(self) -> str | None:
-        """The finish reason of the API's answer; None while the request runs, and if its KV must not be kept."""
+        """The finish reason of the API's answer. None while the request runs, and if its KV must not be kept."""
         reason = self.request.get_finished_reason() if self.salt_error is None else None
         return None if reason is None else str(reason)
 

@@ -52,7 +52,7 @@ from kvferry.core.errors import KvferryError, LeakError, TransferError
 log = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
-"""vLLM's block id for the positions of a block table that have no block, before a window."""
+"""vLLM's block id for positions of a block table without a block, which are before a window."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _RequestState:
     view: RequestAdapter
     parts: Sequence[Part]
     waits_for: Literal["load", "report"] | None = None
-    """The end of its load; or, without blocks, a report of the workers."""
+    """The request waits for the end of its load or, without blocks, for a report of the workers."""
 
     @property
     def part_views(self) -> Iterator[RequestView]:
@@ -71,7 +71,7 @@ class _RequestState:
 
 
 class SchedulerHalf:
-    """Calls a `SchedulerSide` as its contract says. Used from vLLM's scheduler thread only.
+    """Calls a `SchedulerSide` in the order that its contract requires. Used from vLLM's scheduler thread only.
 
     `pins`: holds blocks of sliding windows if there are several KV cache groups; `salts`: the salts of requests;
     `with_events`: vLLM publishes KV events; `idle`: lets vLLM's loop sleep; `is_alone`: there is no other connector in
@@ -101,7 +101,7 @@ class SchedulerHalf:
         self._idle = idle or IdlePause().user("")
         self._requests: dict[str, _RequestState] = {}
         self._reloading: dict[str, RequestAdapter] = {}
-        """Requests whose LoRA adapter vLLM loads again in each step."""
+        """Requests whose LoRA adapters vLLM loads again in each step."""
         self._cancelling: set[str] = set()
         self._next = StepMetadata(None, computes=False)
         self._reports = RankReports(layout.tp_size)
@@ -121,7 +121,8 @@ class SchedulerHalf:
                 self.side.arrived(part_view)
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Number of tokens that can be loaded (None: call again), and true if the request waits for them."""
+        """Number of tokens that can be loaded (None: not known yet, vLLM calls again), and True if the request waits
+        for them."""
         state = self._requests[request.request_id]
         view, main = state.view, state.parts[0]
         if view.failed:
@@ -143,8 +144,8 @@ class SchedulerHalf:
     def _miss_answer(
         self, view: RequestAdapter, error: KvferryError | None, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """The answer to vLLM if there is nothing to load: with the policy "fail", promised KV that cannot be loaded is
-        reported as a load that fails."""
+        """The result for vLLM if nothing can be loaded. With the policy "fail", KV that was promised is reported as a
+        load that fails."""
         if error is None or (error is view.salt_error and not view.is_promised):
             return 0, False
         self._log_failure(view, error)
@@ -165,7 +166,9 @@ class SchedulerHalf:
         if not view.is_logged:
             view.is_logged = True
             self.num_failures[type(error).__name__] += 1
-            level = logging.WARNING if error is not view.salt_error else logging.DEBUG  # logged once for all of them
+            level = (
+                logging.WARNING if error is not view.salt_error else logging.DEBUG
+            )  # the error is logged once for all of them
             log.log(level, "request %s: its KV cannot be loaded: %s", view.request_id, error)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
@@ -179,7 +182,7 @@ class SchedulerHalf:
             return
         (num_computed_tokens, hit), view.last_match = view.last_match, None
         if hit.num_tokens != num_external_tokens:
-            return  # vLLM, or another connector in a MultiConnector, decided otherwise
+            return  # vLLM, or another connector in a MultiConnector, loads another number of tokens
         if any(self._lacks_blocks(part, part.blocks(block_ids), num_computed_tokens, hit) for part in state.parts):
             self._refuse(view)
             return
@@ -211,7 +214,7 @@ class SchedulerHalf:
         self.side.allocated(part.view, block_ids, first, replace(hit, num_tokens=last - first))
 
     def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """End a request. Returns true if its blocks stay until a report, and its ticket."""
+        """End a request. Returns True if its blocks stay until a report, and the ticket."""
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False, None
@@ -256,7 +259,7 @@ class SchedulerHalf:
         return bool(self._requests) and all(state.waits_for for state in self._requests.values())
 
     def _expect_events(self, plan: StepPlan | None) -> None:
-        """Expect reports about the blocks that the plan saves."""
+        """Register the blocks that the plan saves: the workers will report about them."""
         if self.events is not None and isinstance(self.side, KeepsBlocks):
             for name, hashes in self.side.saves(plan):
                 self.events.expect_saves(self._requests[name].view, hashes)
@@ -270,7 +273,7 @@ class SchedulerHalf:
                 continue
             start = state.view.request.num_computed_tokens
             if has_groups and start >= len(state.view.prompt_token_ids):
-                continue  # parts cover the prompt only, and many requests may be decoding
+                continue  # parts consist of prompt tokens only, and many requests may be decoding
             for part in state.parts:
                 yield part.chunk(start, num_tokens, blocks_of, name)
             if has_groups and state.view.ends_prefill(start, num_tokens):
@@ -305,15 +308,15 @@ class SchedulerHalf:
             self.side.completed([part_event for event in report for part_event in self._part_events(event)])
 
     def _on_load_ended(self, name: str) -> None:
-        """Record that a load has ended on all ranks, and its request continues: blocks released for it from now on are
-        blocks that it held at its end. (If the load was aborted, the workers do not know yet.)"""
+        """Record that a load has ended on all ranks and that its request continues. Blocks that are released for the
+        request from now on were held at its end. (If the load was aborted, the workers do not know this yet.)"""
         state = self._requests.get(name)
         if state is not None and state.waits_for == "load":
             state.waits_for = None
             self._next.forgotten.add(name)
 
     def _part_events(self, event: TransferEvent) -> list[TransferEvent]:
-        """An event of a request as events of its parts."""
+        """Turn an event of a request into events of its parts."""
         return [msgspec.structs.replace(event, request_id=name) for name in self._partition.names(event.request_id)]
 
     def check(self) -> None:

@@ -18,8 +18,8 @@ VLLM_DEFAULT_PORT = 14579
 
 
 class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys of `kv_connector_extra_config` that every connector of kvferry has inside vLLM; the others are the
-    connector's own. `kv_ip` and `kv_buffer_size` are among them because vLLM has no such settings."""
+    """Keys of `kv_connector_extra_config` that all connectors of kvferry have inside vLLM. All other keys are the
+    connector's own options. `kv_ip` and `kv_buffer_size` are among these keys because vLLM has no such settings."""
 
     kv_ip: str = "127.0.0.1"
     """Address to listen on, as other instances reach it. The default can be reached from this machine only."""
@@ -39,7 +39,7 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     model_fingerprint: str = ""
     """A name for the weights, the same on all instances, instead of the digest of the checkpoint's files. The
-    configuration counts nevertheless."""
+    fingerprint still depends on the configuration."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class AdapterSettings:
 
     @property
     def key(self) -> str:
-        """Distinguishes the connectors within one MultiConnector of vLLM's."""
+        """Distinguishes the connectors within one MultiConnector of vLLM."""
         return f"{self.transfer.kv_connector} {sorted(self.transfer.kv_connector_extra_config.items())}"
 
 
@@ -61,7 +61,7 @@ def read_settings(vllm_transfer: Any, connector_name: str, worker: int = 0) -> A
     the ranks of all data-parallel engines of the server. Worker 0 listens on a fixed `kv_port`, worker n on `kv_port` +
     n.
 
-    Raises `ConfigError` that names the key.
+    Raises `ConfigError`, which names the key.
     """
     extra = vllm_transfer.kv_connector_extra_config
     names = AdapterOptions.__struct_fields__

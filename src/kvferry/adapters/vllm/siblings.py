@@ -20,8 +20,8 @@ _salts: dict[str, Salts] = {}
 
 
 def claim_hand_offs(connector: object, settings: AdapterSettings) -> None:
-    """Claim the right to make tickets, which only one connector may: vLLM cannot join two tickets. Raises `ConfigError`
-    if another one has it."""
+    """Claim the right to make tickets. Only one connector may have it, because vLLM cannot join two tickets. Raises
+    `ConfigError` if another connector has it."""
     if not settings.options.hand_off:
         return
     other = _hand_offs.setdefault(settings.transfer.engine_id, connector)
@@ -33,8 +33,8 @@ def claim_hand_offs(connector: object, settings: AdapterSettings) -> None:
 
 
 def hands_off(connector: object, settings: AdapterSettings, others: Iterable[object]) -> bool:
-    """True if this connector makes tickets: a cache does not if one of vLLM's connectors beside it does. Raises
-    `ConfigError` if neither is a cache."""
+    """True if this connector makes tickets: a cache of kvferry's does not if one of vLLM's connectors beside it does.
+    Raises `ConfigError` if neither is a cache."""
     vllm_connector = next(
         (type(other).__name__ for other in others if type(other).__name__ in VLLM_HAND_OFF_CONNECTORS), None
     )
@@ -46,12 +46,12 @@ def hands_off(connector: object, settings: AdapterSettings, others: Iterable[obj
 
 
 def claims_allocation(connector: object, settings: AdapterSettings) -> bool:
-    """True if this connector provides the memory of the KV cache: the first one that calls this does."""
+    """True if this connector provides the memory of the KV cache. The first connector that calls this does."""
     return _allocations.setdefault(settings.transfer.engine_id, connector) is connector
 
 
 def pause_user(settings: AdapterSettings, *, pauses: bool) -> PauseUser:
-    """A scheduler half's share of the engine's pause; `pauses` False: there is none."""
+    """The share of a scheduler half in the engine's pause. `pauses` False: the engine has no pauses."""
     pause = IdlePause() if pauses else IdlePause(max_s=0.0)
     return _pauses.setdefault(settings.transfer.engine_id, pause).user(settings.key)
 

@@ -1,15 +1,16 @@
 """The half of a connector beside vLLM's KV cache, which translates vLLM's calls to calls of a `WorkerSide`.
 
-Owns the worker side. In one step, vLLM calls in this order:
+Owns the worker side. The order of vLLM's calls in one step:
 
-- `withdraw`, before blocks that were freed are written to;
-- `wait_layer` and `save_layer` around each layer's attention, or not at all when a CUDA graph is replayed;
-- `start`: before the model runs if it needs a load of this step, otherwise after it;
-- `end_step`, then `report`.
+- if the model needs a load of this step: `withdraw`, `start`, the layers, `end_step`, `report`;
+- otherwise: `withdraw`, the layers, `start`, `end_step`, `report`.
 
-On the CPU, a step's work begins with the first of these calls, so that layers are announced while the model runs. On a
-GPU, the model is only queued when the calls come. There each layer leaves a mark in the stream, and after the model has
-been queued the layers are announced one by one, as the device reaches their marks.
+`withdraw` comes before blocks that were freed are written to. For each layer, vLLM calls `wait_layer` before its
+attention and `save_layer` after it. When a CUDA graph is replayed, these two are not called.
+
+On the CPU, the first call for the step's layers begins the step's work, so that layers are announced while the model
+runs. On a GPU, the model is only queued when the calls come. There each layer leaves a mark in the stream, and after
+the model has been queued the layers are announced one by one, as the device reaches their marks.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ class _Progress:
     """A mark after all work of earlier steps."""
     is_started: bool = False
     marks: defaultdict[int, list[DeviceMark]] = field(default_factory=lambda: defaultdict(list))
-    """The marks of the computed layers of each slot; several for one layer if vLLM runs a step in micro-batches."""
+    """The marks of the computed layers of each slot (`_Slots`); several for one layer if vLLM runs a step in
+    micro-batches."""
 
 
 class _Slots:
-    """The slot of each layer by name, and the number of layers of each slot."""
+    """The slot of each layer by its name, and the number of layers of each slot. Slot k has the k-th layer of every KV
+    cache group (`KVCacheShape`)."""
 
     def __init__(self, shape: KVCacheShape) -> None:
         self.slot_of = {name: slot for group in shape.groups for slot, name in enumerate(group.layer_names)}
@@ -69,7 +72,7 @@ class _Slots:
 
 
 class WorkerHalf:
-    """Calls a `WorkerSide` as its contract says. Used from vLLM's worker thread only."""
+    """Calls a `WorkerSide` in the order that its contract requires. Used from vLLM's worker thread only."""
 
     def __init__(self, settings: AdapterSettings, shape: KVCacheShape, rank: int) -> None:
         self._settings, self._shape, self._rank = settings, shape, rank
@@ -216,6 +219,7 @@ class WorkerHalf:
         results = StepResults(RankReport(self._rank, facts=self._unreported_facts))
         self._unreported_facts = None
         if step is not None:
+            # vLLM expects a load that failed in both sets.
             results.finished_recving |= step.refused
             results.failed_recving |= step.refused
         forgotten = step.forgotten if step is not None else set()
@@ -230,7 +234,7 @@ class WorkerHalf:
         return results
 
     def _poll(self, side: WorkerSide[StepPlan], wait_s: float) -> TransferReport:
-        """The side's report; if it is empty now, the first one within `wait_s`."""
+        """The side's report. If it is empty now, wait up to `wait_s` seconds for one that is not."""
         deadline = SYSTEM_CLOCK.monotonic() + wait_s
         while True:
             self._has_report.clear()

@@ -1,7 +1,7 @@
 """The blocks of a KV cache as bytes in host memory, where stores read and write.
 
-A KV cache in host memory is copied from, and written to in place. One on a GPU is copied from and to pinned host memory
-by a kernel (`transport.cuda`).
+Blocks of a KV cache in host memory are copied before they are stored, and loaded in place. Blocks of a KV cache on a
+GPU are copied from and to pinned host memory by a kernel (`transport.cuda`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from kvferry.transport.memory import BlockMemory, Pieces
 
 
 class PendingCopy(ABC):
-    """A copy of some blocks that is being made. Used on the engine's thread."""
+    """A copy of some blocks that is in progress. Used on the engine's thread."""
 
     def layer(self, layer: int) -> None:
-        """Record that the KV of this layer has been written: it may be copied from now on."""
+        """Record that the KV of this layer has been written. From now on, it may be copied."""
 
     @abstractmethod
     def end(self) -> list[LayerViews]:
-        """Finish the copy after all layers have been written. Returns the copy of each block, which the caller owns."""
+        """Finish the copy. Call it after all layers have been written. Returns the copy of each block, which the caller
+        owns."""
 
     def drop(self) -> None:
-        """Cancel the copy; nothing is copied any more when this returns."""
+        """Cancel the copy. When this has returned, nothing is copied any more."""
 
 
 class StagingBuffer(ABC):
@@ -41,7 +42,7 @@ class StagingBuffer(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Copy the blocks, which have arrived, to the KV cache, unless they are there already."""
+        """Copy the blocks, which have arrived, to the KV cache, unless they were loaded in place."""
 
 
 class BlockBytes(ABC):
@@ -55,15 +56,15 @@ class BlockBytes(ABC):
     def staging_buffer(
         self, layers: Sequence[int], block_ids: Sequence[int], *, in_place: bool = True
     ) -> StagingBuffer:
-        """Memory for these layers of the blocks. `in_place`: it may be the blocks' own memory, since the caller always
+        """Memory for these layers of the blocks. `in_place`: this may be the KV cache itself, because the caller always
         waits for the store. Raises `MemoryError`."""
 
     def close(self) -> None:
-        """Free the resources of copies, when none is being made."""
+        """Free the resources of copies. Call it while no copy is in progress."""
 
 
 def block_bytes_of(memory: BlockMemory, saves_are_complete: bool) -> BlockBytes:
-    """The blocks of this memory. `saves_are_complete`: see `ConnectorContext`. Raises `ConfigError` for memory that
+    """The blocks of this memory. `saves_are_complete`: as in `ConnectorContext`. Raises `ConfigError` for memory that
     cannot be copied."""
     if memory.device == "cpu":
         return HostBlocks(memory)
@@ -88,7 +89,7 @@ class HostBlocks(BlockBytes):
     def staging_buffer(
         self, layers: Sequence[int], block_ids: Sequence[int], *, in_place: bool = True
     ) -> StagingBuffer:
-        """Plain memory, or in place: the blocks themselves."""
+        """The memory of the blocks themselves if `in_place`, else newly allocated memory."""
         return _HostStagingBuffer(self._memory, layers, block_ids, in_place)
 
 
@@ -122,8 +123,9 @@ def _by_block(memory: BlockMemory, layers: Sequence[int], block_ids: Sequence[in
 
 
 class DeviceBlocks(BlockBytes):
-    """The blocks of a KV cache on a GPU. Saves and loads have a stream each, as two threads use them. `wait`: waits
-    until the queued kernels of the model have run; None if layers are only announced when they are written."""
+    """The blocks of a KV cache on a GPU. Saves and loads have one stream each, because two threads use them. `wait`:
+    waits until the queued kernels of the model have run; None: not needed, because layers are announced only when they
+    are written."""
 
     def __init__(
         self,
@@ -136,13 +138,13 @@ class DeviceBlocks(BlockBytes):
         self._saves, self._loads = make_copies(memory.device), make_copies(memory.device)
 
     def begin_copy(self, block_ids: Sequence[int]) -> PendingCopy:
-        """Copies of a layer begin with `PendingCopy.layer`, and are waited for in `PendingCopy.end`."""
+        """Copies of a layer begin in `PendingCopy.layer`; `PendingCopy.end` waits for them."""
         return _DevicePendingCopy(self._memory, block_ids, self._saves, self._allocate, self._wait)
 
     def staging_buffer(
         self, layers: Sequence[int], block_ids: Sequence[int], *, in_place: bool = True
     ) -> StagingBuffer:
-        """Pinned host memory, whether `in_place` or not."""
+        """Pinned host memory, also with `in_place`."""
         return _DeviceStagingBuffer(self._memory, layers, block_ids, self._loads, self._allocate)
 
     def close(self) -> None:
@@ -152,7 +154,8 @@ class DeviceBlocks(BlockBytes):
 
 
 class _PinnedBlocks:
-    """Pinned memory for some layers of some blocks: one piece for each block, so that each is freed separately."""
+    """Pinned memory for some layers of some blocks. Each block has its own memory, so that it can be freed
+    separately."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
-"""Keys of requests (`core.messages.kv_keys`) in a store: written once their blocks are stored, and waited for by
-requests that name them.
-
-A record is only compared with the hashes of the request's own prompt (`store.key_records`). A request therefore always
-loads blocks of its own prompt, by their hashes.
+"""Keys of requests (`core.messages.kv_keys`) in a store. A key is written once its blocks are stored; requests that
+load by the key wait for it. A key's record is only compared with the hashes of the request's own prompt
+(`store.key_records`), so a request always loads blocks of its own prompt, by their hashes.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ from kvferry.transport.transfer_loop import run_together
 log = logging.getLogger(__name__)
 
 MAX_CONCURRENT_NOTES = 16
-"""Notes of one request that are read or written at the same time."""
+"""Maximum number of notes of one request that are read or written at the same time."""
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class KeyLookup:
-    """A lookup of the load keys of a request; the other fields are compared with the keys' records. `deadline`: end of
-    the wait for missing keys (monotonic, s)."""
+    """A lookup of the load keys of a request. The other fields are compared with the records of the keys. `deadline`:
+    end of the wait for missing keys, in seconds of the monotonic clock."""
 
     tenant: str
     keys: Sequence[str]
@@ -46,20 +44,20 @@ class KeyLookup:
 
 @dataclass
 class KeyResult:
-    """`num_valid`: number of keys that name blocks of the prompt. `refused`: number of the others, by reason;
-    `examples` has one key for each reason."""
+    """`num_valid`: number of keys that name blocks of the prompt. `refused`: number of the other keys, by reason;
+    `examples`: one key for each reason."""
 
     num_valid: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
     def refuse(self, key: str, reason: str) -> None:
-        """Record the reason why a key names nothing."""
+        """Record the reason why a key names no blocks of the prompt."""
         self.refused[reason] += 1
         self.examples.setdefault(reason, key)
 
     def summary(self) -> str:
-        """A message about the keys that name nothing; empty if there are none."""
+        """A message about the keys that name no blocks of the prompt; empty if there are none."""
         parts = []
         for reason, count in self.refused.items():
             more = f" (and {count - 1} more)" if count > 1 else ""
@@ -68,18 +66,18 @@ class KeyResult:
 
 
 class StoredKeys:
-    """Writes and reads the records of keys. Used on one event loop. `token`: the fleet's."""
+    """Writes and reads the records of keys. Used on one event loop. `token`: the fleet's token."""
 
     def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._notes, self._clock = KeyNotes(token), clock
         self.counts: Counter[str] = Counter()
-        """`stored_keys`; `dropped_keys`: keys whose blocks or records the store did not accept."""
+        """Number of `stored_keys`, and of `dropped_keys`, whose blocks or records the store did not accept."""
 
     # Writing.
 
     async def write(self, store: TieredStore, store_keys: StoreKeys) -> None:
         """Store keys whose blocks were put before. A key with a missing block is not stored, so that no request relies
-        on it. Raises `StoreError`, after which some of them may be missing."""
+        on it. Raises `StoreError`; some keys may then be missing."""
         num_present = await store.match(store_keys.hashes)
         spans = shares(len(store_keys.hashes), len(store_keys.keys))
         key_spans = [(key, *span) for key, span in zip(store_keys.keys, spans, strict=True) if key is not None]
@@ -116,8 +114,8 @@ class StoredKeys:
     # Reading.
 
     async def wait(self, stores: Sequence[TieredStore], lookup: KeyLookup) -> KeyResult:
-        """Look the keys up in the stores of all ranks, and wait for missing ones until the deadline. There is no wait
-        for an unreachable store."""
+        """Look the keys up in the stores of all ranks, and wait for missing ones until the deadline. Does not wait for
+        a store that is unreachable."""
         result, missing = KeyResult(), list(lookup.keys)
         try:
             while missing := await self._look_up(stores, lookup, result, missing):
@@ -135,13 +133,13 @@ class StoredKeys:
     async def _look_up(
         self, stores: Sequence[TieredStore], lookup: KeyLookup, result: KeyResult, keys: Sequence[str]
     ) -> list[str]:
-        """Look up these keys and add them to the result; returns the missing ones."""
+        """Look up these keys and add them to the result. Returns the missing keys."""
         resolved = await _map_concurrently(partial(self._resolve_key, stores, lookup, result), keys)
         return [key for key, is_resolved in zip(keys, resolved, strict=True) if not is_resolved]
 
     async def _wait_for(self, stores: Sequence[TieredStore], lookup: KeyLookup, key: str) -> bool:
-        """Wait until one of the missing keys is stored; polling one costs less than polling all. False: the deadline
-        has passed."""
+        """Wait until one of the missing keys is stored. Only one key is polled, which costs less than polling all.
+        False: the deadline has passed."""
         pauses = doubling_waits(0.002, 0.1)
         while (left_s := lookup.deadline - self._clock.monotonic()) > 0:
             await asyncio.sleep(min(next(pauses), left_s))
@@ -178,7 +176,8 @@ class StoredKeys:
 
 
 async def _map_concurrently(call: Callable[[Item], Awaitable[bool]], items: Sequence[Item]) -> list[bool]:
-    """Call for each item, `MAX_CONCURRENT_NOTES` at a time; the results are in order. The first error ends it."""
+    """Call the function for each item, `MAX_CONCURRENT_NOTES` at a time. Returns the results in order. Raises the first
+    error."""
     results: list[bool] = []
     for start in range(0, len(items), MAX_CONCURRENT_NOTES):
         results += await run_together(

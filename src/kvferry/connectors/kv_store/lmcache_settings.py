@@ -1,4 +1,4 @@
-"""The settings of `LMCacheConnector`: LMCache's own names for its tiers, translated to kvferry's stores."""
+"""The settings of `LMCacheConnector`: LMCache's own names of tiers, translated to kvferry's stores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from kvferry.core.errors import ConfigError
 
 GIB = 2**30
 _SCHEMES = {"lm": "lmcache", "mooncakestore": "mooncake"}
-"""LMCache's schemes of `remote_url` that have another name in kvferry; the others have the same name."""
+"""LMCache's schemes of `remote_url` that have another name in kvferry. Other schemes have the same name."""
 _SUPPORTED = ("lmcache", "redis", "rediss", "valkey", "valkeys", "unix", "mooncake")
 _EXTRA = "kv_connector_extra_config"
 
 
 class LMCacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config` of `LMCacheConnector`. Memory comes first, then the disk, then the server."""
+    """`kv_connector_extra_config` of `LMCacheConnector`. The first tier is memory, the next one the disk, the last one
+    the server."""
 
     local_cpu: bool = msgspec.field(default=True, name="lmcache.local_cpu")
     """True if host memory is the first tier."""
@@ -27,10 +28,10 @@ class LMCacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_f
     """Size in GiB of the tier in host memory."""
 
     local_disk: str = msgspec.field(default="", name="lmcache.local_disk")
-    """A directory that is the next tier, with or without `file://` before it."""
+    """A directory that is the next tier. It may begin with `file://`."""
 
     max_local_disk_size: float = msgspec.field(default=0.0, name="lmcache.max_local_disk_size")
-    """Largest size of this directory in GiB; needed with `lmcache.local_disk`."""
+    """Maximum size of this directory in GiB. Required with `lmcache.local_disk`."""
 
     remote_url: str = msgspec.field(default="", name="lmcache.remote_url")
     """A server that is the last tier: `lm://host:port` (`lmcache_server`), `redis://`, `rediss://`, `valkey://`,
@@ -40,7 +41,7 @@ class LMCacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_f
     """Has no effect: KV is kept in blocks of the engine's size."""
 
     def store_key(self) -> str:
-        """The key that names the stores: "lmcache.*", unless another key does."""
+        """The key that names the stores: "lmcache.*", unless another key names them."""
         store_key = super().store_key()
         return store_key if store_key in ("store", "shared_storage_path", "num_cpu_blocks") else "lmcache.*"
 

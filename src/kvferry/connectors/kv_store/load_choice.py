@@ -1,5 +1,4 @@
-"""The choice whether and how the stored blocks of a prompt are loaded: calls the policy, and takes the measurements for
-it.
+"""Chooses whether and how the stored blocks of a prompt are loaded: calls the policy, and measures for it.
 
 Owns the measurements of the `LoadPolicy`, the time of the current step, and the decision and load of each request.
 """
@@ -21,8 +20,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Choice:
-    """The choice for one request. `num_blocks`: blocks that could be loaded; `num_tokens`: their tokens and the later
-    ones of the prompt. `loads`: the runs that are loaded, since `started_at` (monotonic, s)."""
+    """The choice for one request. `num_blocks`: number of blocks that could be loaded; `num_tokens`: number of their
+    tokens and of the later tokens of the prompt. `loads`: the runs that are loaded, since `started_at`, in seconds of
+    the monotonic clock."""
 
     decision: LoadDecision | None = None
     num_blocks: int = 0
@@ -32,7 +32,7 @@ class _Choice:
 
 
 class LoadChoice:
-    """Used by the scheduler side. `has_layers`: true if all tiers can read single layers."""
+    """Used by the scheduler side. `has_layers`: True if all tiers can read single layers."""
 
     def __init__(
         self, settings: StoreSettings, context: ConnectorContext, policy: LoadPolicy, *, has_layers: bool
@@ -47,7 +47,7 @@ class LoadChoice:
             )
         self._choices: dict[str, _Choice] = {}
         self._step: tuple[float, int] | None = None
-        """Start of the current step (monotonic, s), and number of prompt tokens in it."""
+        """Start of the current step, in seconds of the monotonic clock, and number of prompt tokens in the step."""
         self._num_step_requests = 0
 
     # Deciding.
@@ -55,8 +55,8 @@ class LoadChoice:
     def choose(
         self, request_id: str, runs: Sequence[BlockRun], num_rest_tokens: int, *, may_compute: bool
     ) -> Hit | Miss:
-        """Choose how much to load of these blocks, which `num_rest_tokens` of the prompt follow. `may_compute`: true if
-        they may be computed instead. May be called many times."""
+        """Choose how many of these blocks to load. `num_rest_tokens`: number of the prompt's tokens after them.
+        `may_compute`: True if they may be computed instead. May be called many times."""
         num_blocks = sum(run.num_blocks for run in runs)
         decision = LoadDecision(LoadMode.LOAD, 0, num_blocks)
         if self._is_measured and may_compute:
@@ -90,8 +90,8 @@ class LoadChoice:
             self._policy.record_load(choice.loads, seconds, self._clock.monotonic())
 
     def on_failed(self, request_id: str, error: KvferryError) -> None:
-        """Record a failed load. A load that timed out would have taken at least as long; an early failure says nothing
-        about the speed."""
+        """Record a failed load. A load that timed out counts as one that takes at least this time; an earlier failure
+        does not count for the speed."""
         choice = self._choices.pop(request_id, None)
         if choice is not None and choice.loads:
             now = self._clock.monotonic()
@@ -103,8 +103,8 @@ class LoadChoice:
         self._choices.pop(request_id, None)
 
     def on_step_started(self, step: StepView, *, loads_by_layers: bool = False) -> None:
-        """Record that the model is about to run. With `loads_by_layers` it waits for loads meanwhile, so the step is
-        not measured."""
+        """Record that the model is about to run. With `loads_by_layers`, the model waits for loads within the step, so
+        the step is not measured."""
         if step.chunks:
             lengths = [(chunk.num_tokens, len(chunk.request.prompt_token_ids) - chunk.start) for chunk in step.chunks]
             self._step = self._clock.monotonic(), sum(num for num, num_left in lengths if num_left > 0)
@@ -115,8 +115,8 @@ class LoadChoice:
             self._step = None
 
     def _record_recompute(self, chunk: ScheduledChunk) -> None:
-        """Count a decision to load nothing, with the request's first chunk, unless another connector has loaded the
-        KV."""
+        """Called with the first chunk of a request: count a decision to load nothing, unless another connector has
+        loaded the KV."""
         request_id = chunk.request.request_id
         choice = self._choices.get(request_id)
         if choice is None or choice.decision is None or choice.decision.mode is not LoadMode.RECOMPUTE:
@@ -126,7 +126,8 @@ class LoadChoice:
             self._policy.count_decision(choice.decision, choice.num_blocks)
 
     def on_step_ended(self) -> None:
-        """Record the end of the step. Its time is a measurement if it computed at least a block of prompts."""
+        """Record the end of the step. Its time counts as a measurement if it computed at least one block of prompt
+        tokens."""
         step, self._step = self._step, None
         if step is not None and step[1] >= self._block_size:
             now = self._clock.monotonic()

@@ -36,8 +36,8 @@ class LoadMode(Enum):
 
 @dataclass(frozen=True)
 class LoadDecision:
-    """Blocks `[first, last)`, counted from the first that could be loaded, are loaded; those before are computed
-    meanwhile. `estimated_s`: seconds to the first token; None if too little was measured."""
+    """Blocks `[first, last)`, counted from the first one that could be loaded, are loaded; the blocks before `first`
+    are computed at the same time. `estimated_s`: seconds to the first token; None: too little was measured."""
 
     mode: LoadMode
     first: int
@@ -83,8 +83,9 @@ class LinearCost:
         return latency + per_unit * amount if amount > 0 else 0.0
 
     def _fit(self) -> tuple[float, float]:
-        """Latency, and seconds per unit; neither is negative. If amounts hardly differ, or more took less time, the
-        time is proportional to the amount, so that a large amount never gets the cost of a small measured one."""
+        """Latency, and seconds per unit; neither is negative. If the measured amounts hardly differ, or larger amounts
+        took less time, the time is proportional to the amount, so that a large amount is never estimated at the cost of
+        a small one."""
         if not self._weight:
             return 0.0, 0.0
         spread = self._weight * self._xx - self._x * self._x
@@ -100,12 +101,13 @@ class LoadPolicy:
     """Keeps measurements, and decides by them. `block_bytes` and `block_tokens`: the size of one block."""
 
     min_to_meet = 4
-    """With fewer blocks than this on either side, computing and loading at the same time is not worth its steps."""
+    """Computing and loading at the same time is only chosen if at least this number of blocks is computed, and as many
+    are loaded."""
     max_time_share = 0.85
-    """Another mode than to load everything is chosen if it takes at most this share of the time, because
-    computing delays other requests."""
+    """Another mode than loading everything is chosen only if it takes at most this share of the time, because computing
+    delays other requests."""
     stale_s = 60.0
-    """A tier that was not read from for this long (s) is tried again, since it may be faster now."""
+    """A tier that was not read for these seconds is tried again, because it may be faster now."""
 
     def __init__(self, block_bytes: int, block_tokens: int) -> None:
         self._block_bytes, self._block_tokens = block_bytes, block_tokens
@@ -143,7 +145,8 @@ class LoadPolicy:
     # Decisions.
 
     def decide(self, runs: Sequence[BlockRun], num_rest_tokens: int, now: float, *, can_meet: bool) -> LoadDecision:
-        """Decide for the blocks that could be loaded, in order, and the number of prompt tokens after them."""
+        """Decide for the blocks that could be loaded, in order. `num_rest_tokens`: number of prompt tokens after
+        them."""
         num_blocks = sum(run.num_blocks for run in runs)
         load_all = LoadDecision(LoadMode.LOAD, 0, num_blocks)
         if not self._has_fresh_samples(runs, now):
@@ -163,8 +166,8 @@ class LoadPolicy:
         self._num_not_loaded += num_blocks - (decision.last - decision.first)
 
     def prefers_layerwise(self, runs: Sequence[BlockRun], num_rest_tokens: int, num_others: int) -> bool:
-        """True if a layerwise load gains more time to the first token than it costs `num_others` requests, which wait
-        with it for each layer."""
+        """True if a layerwise load saves more time to the first token than it costs the `num_others` other requests of
+        the step, which wait with it for each layer."""
         load_s, rest_s = self._load_s(runs), self._prefill.seconds(num_rest_tokens)
         return min(load_s, rest_s) > num_others * max(0.0, load_s - rest_s)
 
@@ -200,7 +203,7 @@ class LoadPolicy:
 
     def _meet_decision(self, runs: Sequence[BlockRun], rest_s: float) -> LoadDecision:
         """The decision to meet at the block where computing from the front and loading arrive at the same time. The
-        later it is, the longer the front takes, and the shorter the load."""
+        later this block is, the longer computing takes, and the shorter the load."""
         num_blocks = sum(run.num_blocks for run in runs)
         low, high = 0, num_blocks
         while low < high:

@@ -1,8 +1,8 @@
 """Reads blocks from the store into KV memory, on the store's event loop, and reports the end of each load.
 
-Owns the running loads. A load ends, in any way, only when nothing more is written to its blocks. (A read that the
-operating system does not return from, as on a hung network file system, therefore delays that end beyond the deadline.
-Layerwise loads, for which the engine waits, are read to the loader's own memory and copied instead.)
+Owns the running loads. However a load ends, nothing writes to its blocks afterwards. (So a read that does not return,
+as on a network file system that hangs, delays the end beyond the deadline. Layerwise loads, for which the engine waits,
+are read to the loader's own memory and then copied.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCH_BLOCKS = 32
 
 @dataclass(eq=False)
 class _Load:
-    """One request's load. `seconds`: time of reading, without the wait for `_concurrency`."""
+    """One request's load. `seconds`: duration of reading, without the wait for `_concurrency`."""
 
     load: LoadBlocks
     error: KvferryError | None = None
@@ -43,25 +43,25 @@ class _Load:
 
 
 class LayerwiseStep:
-    """The layerwise loads of one step, read layer by layer across all of them, and waited for on the engine's
-    thread."""
+    """The layerwise loads of one step. They are read layer by layer: one layer of all loads, then the next. The
+    engine's thread waits for them."""
 
     def __init__(self, loads: Sequence[LoadBlocks]) -> None:
         self.loads = [_Load(load) for load in loads]
         self.is_abandoned = False
-        """True if nothing may be written to the step's blocks any more. Used on the loop only."""
+        """True if nothing may write to the step's blocks any more. Used on the loop only."""
         self._changed = threading.Condition()
         self._num_ready = 0.0
 
     def set_ready(self, num_layers: float) -> None:
-        """Record that the first `num_layers` layers of all loads have arrived or failed. Infinity: the loads have
+        """Record that the first `num_layers` layers of all loads have arrived or failed. Infinity: all loads have
         ended."""
         with self._changed:
             self._num_ready = num_layers
             self._changed.notify_all()
 
     def wait_layer(self, layer: int) -> None:
-        """Wait until the layer has arrived, or the loads have ended, at their deadline at the latest."""
+        """Wait until the layer has arrived or the loads have ended. They end at their deadline at the latest."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_ready > layer)
 
@@ -76,7 +76,7 @@ class StoreLoader:
     """Starts, cancels and counts loads. Called on the engine's thread; calls to the store run on `loop`."""
 
     max_concurrent_loads = 4
-    """Maximum number of loads that read at the same time; the others wait for their turn, within their deadlines."""
+    """Maximum number of loads that read at the same time. Other loads wait, within their deadlines."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class StoreLoader:
         self._loads: dict[str, _Load] = {}
         self._counts: Counter[str] = Counter()
         self._tasks = BackgroundTasks()
-        """Steps and their reads, until they end, which may be long after they were abandoned."""
+        """Steps and the tasks of their reads. A read may end long after it was abandoned."""
 
     def start(self, load: LoadBlocks) -> None:
         """Read a request's blocks."""
@@ -106,7 +106,8 @@ class StoreLoader:
         return step
 
     def cancel(self, request_id: str) -> None:
-        """Stop a load; its request is reported `Released` when nothing more is written, also if it has ended."""
+        """Stop a load. Its request is reported as `Released` when nothing writes to its blocks any more, also if the
+        load has already ended."""
         self._loop.call(partial(self._cancel, request_id))
 
     def is_empty(self) -> bool:
@@ -114,7 +115,7 @@ class StoreLoader:
         return not self._loads
 
     def statistics(self) -> dict[str, float]:
-        """Numbers of loads: running, done, and failed by kind of error."""
+        """Numbers of running and completed loads, and of failed loads by kind of error."""
         counts = {name: float(count) for name, count in self._counts.copy().items()}
         return {"num_loading": float(len(self._loads)), **counts}
 
@@ -128,7 +129,9 @@ class StoreLoader:
     def _start(self, load: _Load) -> None:
         self._loads[load.load.request_id] = load
         load.task = asyncio.create_task(self._run(load))
-        load.task.add_done_callback(lambda task: self._on_load_ended(load))  # also if it was cancelled before it began
+        load.task.add_done_callback(
+            lambda task: self._on_load_ended(load)
+        )  # called also if the task was cancelled before it began
 
     def _start_layerwise(self, step: LayerwiseStep) -> None:
         self._loads |= {load.load.request_id: load for load in step.loads}
@@ -162,7 +165,7 @@ class StoreLoader:
             if not done:
                 raise TimeoutError
             read_task.result()
-            if len(step.loads) == 1:  # of several, the time of each is not known
+            if len(step.loads) == 1:  # the time of each of several loads is not known
                 step.loads[0].seconds = SYSTEM_CLOCK.monotonic() - started
         except asyncio.CancelledError:
             for load in step.loads:
@@ -204,7 +207,7 @@ class StoreLoader:
             buffer.commit()
 
     def _on_load_ended(self, load: _Load) -> None:
-        """Report the end of a load, whose blocks are no longer written to."""
+        """Report the end of a load. Nothing writes to its blocks any more."""
         request_id, result = load.load.request_id, load.load.prefill_result
         del self._loads[request_id]
         if load.is_cancelled:

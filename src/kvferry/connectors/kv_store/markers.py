@@ -2,12 +2,12 @@
 
 Each rank of the producer writes one, in its own share of the store, when all blocks of a prompt are stored; the
 consumer waits for all of them, and removes them once used. Unused ones expire. A producer that is about to write one
-sends heartbeats meanwhile; without them, consumers stop waiting.
+sends heartbeats until then; without heartbeats, consumers stop waiting.
 
-The content of a store may be forged or replayed. A marker is therefore signed with the fleet's token under its transfer
-id, and contains its expiry and a digest of its prompt. A reader of an expired marker, or of one under a reused id,
-never gets KV or a first token of another prompt. It is harmless if two consumers use the same hand-off: blocks under a
-hash never change, and both have the same first token.
+The content of a store may be forged or replayed. So a marker is signed with the fleet's token for its transfer id, and
+contains its expiry and a digest of its prompt. An expired marker, or one of a reused id, never gives a consumer the KV
+or the first token of another prompt. It is harmless if two consumers use the same hand-off: blocks under a hash never
+change, and both have the same first token.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ _CODE_BYTES = 16
 
 
 class BadMarker(StoreError):
-    """The note under a marker's name is not a valid marker, and will not become one."""
+    """The note with a marker's name is not a valid marker, and waiting does not help."""
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
-    """The producer's message to the consumer. No `prefill_result`: the prefill was aborted.
-
-    `digest`: of the prompt's tokens and salt. `expires_s`: since the epoch, of the producer's clock; set when it is
+    """The producer's message to the consumer. `prefill_result` None: the prefill was aborted. `digest`: digest of the
+    prompt's tokens and salt. `expires_s`: expiry in seconds since 1970, by the producer's clock; set when the marker is
     written.
     """
 
@@ -53,8 +52,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mismatch_error(marker: Marker | None, tokens: Sequence[int], salt: str, layout: KVLayout) -> KvferryError | None:
-    """The reason why a marker is not for the KV of this prompt in this layout; None if it is, or if there is no
-    marker."""
+    """The reason why a marker does not fit this prompt and layout; None: it fits, or there is no marker."""
     if marker is None:
         return None
     if marker.prefill_result is None:
@@ -74,13 +72,13 @@ class Markers:
     """Writes and reads markers. Every method raises `StoreError` when the store is unreachable."""
 
     skew_s = 60.0
-    """Maximum difference between the clocks of two machines (s)."""
+    """Maximum difference between the clocks of two machines, in seconds."""
 
     def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._key, self._clock = derive(token, "markers"), clock
 
     async def write(self, store: TieredStore, marker: Marker) -> None:
-        """Write a marker, which replaces an earlier one."""
+        """Write a marker. It replaces an earlier one."""
         name = _name(marker.transfer_id, marker.layout.tp_rank)
         body = msgspec.msgpack.encode(msgspec.structs.replace(marker, expires_s=self._clock.wall() + MARKER_S))
         await store.write_note(name, self._code(name, body) + body, MARKER_S)
@@ -112,11 +110,12 @@ class Markers:
 
 class MarkerProducer:
     """Writes markers, and heartbeats while the producer writes blocks, so that a consumer knows how long to wait. A
-    store that accepts nothing gets no heartbeats. Reports the stores that accepted a marker, and later changes of this
-    set. Used on the store's loop."""
+    store that accepts no writes gets no heartbeats. Reports the stores that accepted a marker, and later changes of
+    this set. Used on the store's loop."""
 
     heartbeat_s, heartbeat_linger_s = 0.1, 2.0
-    """Period of the heartbeats while it writes to the store, and their duration after its last write (s)."""
+    """Seconds between two heartbeats while the producer writes to the store; and seconds after its last write for which
+    they continue."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class MarkerProducer:
         self.heartbeats: asyncio.Task[None] | None = None
 
     def start_heartbeats(self) -> None:
-        """Send heartbeats, as the producer has something to write."""
+        """Send heartbeats from now on, because the producer has blocks or markers to write."""
         self._last_write_at = SYSTEM_CLOCK.monotonic()
         if self.heartbeats is None or self.heartbeats.done():
             self.heartbeats = asyncio.create_task(self._send_heartbeats())
@@ -167,7 +166,7 @@ class MarkerProducer:
 
 
 def heartbeat_name(engine_id: str) -> str:
-    """The name of the note that a producer changes periodically while it writes to the store."""
+    """The name of a producer's heartbeat: a note that it changes periodically while it writes to the store."""
     return f"{engine_id} writes"
 
 

@@ -10,7 +10,7 @@ from kvferry.core.messages.hand_off import PrefillResult
 
 
 class SaveBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """Save these blocks, which follow one another and are full after this step. `parent`: the block before them."""
+    """Save these consecutive blocks, which are full after this step. `parent`: the hash of the block before them."""
 
     request_id: str
     hashes: list[BlockHash]
@@ -29,15 +29,15 @@ class LoadBlocks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """The request whose prompt has these blocks has its whole answer: a hint for the store's eviction."""
+    """The request whose prompt has these blocks has its complete answer. A hint for the store's eviction policy."""
 
     hashes: list[BlockHash]
     num_output_tokens: int
 
 
 class StoreKeys(msgspec.Struct, frozen=True, array_like=True):
-    """Store these keys once the blocks of a prompt's prefix of `num_tokens` are stored. `salt`: the request's; `ttl_s`:
-    seconds until the keys expire."""
+    """Store these keys once the blocks of the first `num_tokens` tokens of a prompt are stored. `salt`: the request's
+    salt; `ttl_s`: seconds until the keys expire."""
 
     tenant: str
     keys: list[str | None]
@@ -49,8 +49,8 @@ class StoreKeys(msgspec.Struct, frozen=True, array_like=True):
 
 class StorePlan(msgspec.Struct):
     """One step's work. `marks` are written after all blocks saved before, and `keys` after the blocks of this step.
-    `forgets`: transfer ids that were used. `flushes`: requests to report as `Released` when all their blocks and keys
-    are written."""
+    `forgets`: transfer ids whose markers are no longer needed. `flushes`: requests to report as `Released` when all
+    their blocks and keys are written."""
 
     cancels: list[str] = []
     loads: list[LoadBlocks] = []

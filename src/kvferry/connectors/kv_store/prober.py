@@ -31,11 +31,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StoreLookup:
-    """A lookup of the number of leading blocks that are stored. `transfer_id`: wait for its marker first, until
-    `deadline` (monotonic, s). `keys`: then wait for these.
-
-    `producer`: the instance whose prefill has ended, so that it sends heartbeats until its marker is written; empty: it
-    may still compute. `stores`: indices of the shared tiers that it has in common; None: not known.
+    """A lookup of the number of blocks, from the first one on, that are stored. `transfer_id`: wait for its marker
+    first, until `deadline`, in seconds of the monotonic clock. `keys`: then wait for these keys. `producer`: name of
+    the prefill instance if its prefill has ended, so that it sends heartbeats until its marker is written; empty: it
+    may still compute. `stores`: indices of the shared tiers that the producer has too; None: not known.
     """
 
     hashes: Sequence[BlockHash]
@@ -48,11 +47,10 @@ class StoreLookup:
 
 @dataclass
 class StoreResult:
-    """`runs`: the stored blocks, by tier, updated when they are prefetched; `marker`: the hand-off's; `keys`: the
-    result of the request's load keys.
-
-    `error`: the reason why the lookup, or the wait for the marker, failed. `checked_at`: time of the lookup (monotonic,
-    s). `is_forgotten`: true if the result is no longer needed, or a load reads the blocks.
+    """`runs`: the stored blocks, by tier; updated when blocks are prefetched. `marker`: the marker of the hand-off;
+    `keys`: the result for the request's load keys. `error`: the reason why the lookup, or the wait for the marker,
+    failed. `checked_at`: time of the lookup, in seconds of the monotonic clock. `is_forgotten`: True if the result is
+    no longer needed, or a load reads the blocks.
     """
 
     runs: tuple[BlockRun, ...] = ()
@@ -64,18 +62,18 @@ class StoreResult:
 
     @property
     def num_present(self) -> int:
-        """Number of leading blocks that are stored."""
+        """Number of blocks, from the first one on, that are stored."""
         return sum(run.num_blocks for run in self.runs)
 
 
 class Prober:
-    """Called on the engine's thread; the stores are called on the prober's own thread. `make_stores` makes one store
-    for each rank, in rank order."""
+    """Its methods are called on the engine's thread; it calls the stores on its own thread. `make_stores`: makes one
+    store for each rank, in rank order."""
 
     heartbeat_poll_s = 0.05
-    """Period at which a producer's heartbeat is read."""
+    """Seconds between two readings of a producer's heartbeat."""
     heartbeat_timeout_s = 0.4
-    """Maximum wait for a producer without heartbeats, unless the machine's `min_deadline_s` is longer."""
+    """Maximum seconds to wait for a producer without heartbeats, unless the machine's `min_deadline_s` is longer."""
     close_s = 10.0
     marker_poll_each_s = 0.00025
     marker_poll_s = 0.002
@@ -91,7 +89,8 @@ class Prober:
         clock: Clock = SYSTEM_CLOCK,
         machine: Machine = MACHINE,
     ) -> None:
-        """`probe_s`: seconds for a lookup, beyond the wait for a marker: some stores, each within its own deadline."""
+        """`probe_s`: maximum seconds for a lookup, in addition to the wait for a marker. The stores of one rank are
+        called one after the other, each with its own deadline."""
         self._clock, self._machine, self._probe_s = clock, machine, probe_s
         self.wake: Wake = lambda: None
         """Called, on any thread, when there is a result."""
@@ -105,15 +104,15 @@ class Prober:
         self._loop: TransferLoop | None = None
 
     def start_lookup(self, request_id: str, lookup: StoreLookup) -> None:
-        """Start a lookup in the background; `result` returns its result. Does nothing if the request has a lookup: its
-        result may come at any moment, also between a call of `result` and this one."""
+        """Start a lookup in the background; `result` returns its result. Does nothing if the request has a lookup
+        already: the result may arrive at any moment, also between a call of `result` and this one."""
         if request_id in self._lookups:
             return
         future = self._lookups[request_id] = self._ensure_started().submit(self._run_lookup(lookup))
         future.add_done_callback(lambda _: self.wake())
 
     def shares(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Future[list[TierShare]]:
-        """The share of these blocks that each tier has on every rank. `pin` true: pin the blocks; false: unpin them.
+        """The share of these blocks that each tier has on every rank. `pin` True: pin the blocks; False: unpin them.
         Raises `StoreError`."""
         return self._ensure_started().submit(self._find_shares(hashes, pin))
 
@@ -130,7 +129,7 @@ class Prober:
         return self._loop
 
     def result(self, request_id: str) -> StoreResult | None:
-        """The result, or None if there is none yet; it stays until `forget`."""
+        """The result; None: there is none yet. It is kept until `forget`."""
         future = self._lookups.get(request_id)
         return future.result() if future is not None and future.done() else None
 
@@ -145,7 +144,7 @@ class Prober:
         return len(self._lookups)
 
     def close(self) -> None:
-        """End the thread, with all lookups."""
+        """End the thread and all lookups."""
         if self._loop is not None:
             loop, self._loop = self._loop, None
             try:
@@ -158,7 +157,7 @@ class Prober:
     # On the loop.
 
     async def _open(self) -> None:
-        """Open the stores before the first lookup, which waits no longer for this than for any other lookup."""
+        """Open the stores before the first lookup. The lookup waits for this no longer than for other lookups."""
         await asyncio.gather(*(store.open() for store in self._stores), return_exceptions=True)
 
     async def _close_stores(self) -> None:
@@ -177,7 +176,7 @@ class Prober:
             result = StoreResult(error=TransferTimeout("the store did not report in time what it has"))
         except KvferryError as error:
             result = StoreResult(error=error)
-        except Exception as error:  # the task's outermost edge: the error is the request's answer
+        except Exception as error:  # any error becomes the result of the request's lookup
             log.exception("looking up blocks in the store failed unexpectedly")
             result = StoreResult(error=StoreError(f"looking up blocks in the store failed: {error!r}"))
         result.checked_at = self._clock.monotonic()
@@ -186,7 +185,8 @@ class Prober:
         return result
 
     async def _look_up(self, lookup: StoreLookup) -> StoreResult:
-        """Look up the blocks: one is stored if every rank has its share. Blocks are of use without a marker too."""
+        """Look up the blocks. A block counts as stored if every rank has its share. Blocks are useful even without a
+        marker."""
         marker, error = None, None
         self._num_waiting += 1
         try:
@@ -216,9 +216,9 @@ class Prober:
         return [_combined_share(shares) for shares in zip(*shares_by_rank, strict=True)]
 
     async def _prefetch(self, hashes: Sequence[BlockHash], result: StoreResult) -> None:
-        """Copy the blocks of a queued request to the first tier, some at a time, until the result is forgotten: a load,
-        which then has begun, reads the rest itself. After each batch the result is updated with the blocks' new tiers:
-        the load decision depends on them, and the speed of the load is attributed to them."""
+        """Copy the blocks of a queued request to the first tier, in batches, until the result is forgotten, because a
+        load, if there is one, then reads the other blocks itself. After each batch, the result gets the new tiers of
+        the blocks: the decision to load depends on them, and the speed of the load counts for them."""
         if all(run.tier == 0 for run in result.runs) and len(self._stores) == 1:
             return
         for first in range(0, len(hashes), BATCH_BLOCKS):
@@ -265,8 +265,8 @@ class Prober:
             await asyncio.sleep(max(self.marker_poll_s, self._num_waiting * self.marker_poll_each_s))
 
     async def _marker(self, transfer_id: str) -> Marker | None:
-        """The first rank's marker once all ranks have written theirs, or at once if the producer has another number of
-        ranks."""
+        """Wait for the markers of all ranks, and return the first rank's. If the producer has another number of ranks,
+        return the first marker at once."""
         first = await self._markers.read(self._stores[0], transfer_id, 0)
         if first is None or first.layout.tp_size != len(self._stores):
             return first
@@ -277,7 +277,7 @@ class Prober:
 
 
 def _combined_share(shares: Sequence[TierShare]) -> TierShare:
-    """The share that all ranks together have in one tier."""
+    """The share of blocks that a tier has on all ranks together."""
     return TierShare(
         shares[0].tier,
         min(share.num_present for share in shares),

@@ -1,10 +1,8 @@
 """The scheduler side of the cache connector: decides which blocks of a prompt are saved, and which are loaded.
 
-Owns the state of each request's blocks in the store. It never calls the store itself (the prober's thread does), and
-sees no tensor.
-
-A hand-off through the store: the producer saves the prompt's full blocks and then writes a marker; the consumer waits
-for the marker, loads them, and computes the few tokens of a partly filled last block again.
+Owns the state of each request's blocks in the store. It does not call the store itself (the prober's thread does), and
+sees no tensor. A hand-off through the store: the producer saves the full blocks of the prompt and then writes a marker.
+The consumer waits for the marker, loads the blocks, and computes the tokens of a partly filled last block again.
 """
 
 from __future__ import annotations
@@ -70,8 +68,8 @@ log = logging.getLogger(__name__)
 class _RequestState:
     """State of one request. `num_saved`: blocks of the prompt that are in the store, or being written to it.
 
-    `loading`: None before a load, then true while it runs. `verified`: a marker that was compared with this request, so
-    that a long prompt that waits for blocks is not compared again with each step. `has_planned_keys`: the keys to store
+    `loading`: None before a load, then True while it runs. `verified`: a marker that was compared with this request, so
+    that a long prompt that waits for blocks is not compared again in each step. `has_planned_keys`: the keys to store
     are planned; `has_looked_up_keys`: the keys to load were looked up.
     """
 
@@ -83,15 +81,15 @@ class _RequestState:
 
 
 class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[StorePlan], HasStatistics):
-    """Decides per request which full blocks of the prompt are saved and which are loaded, and writes markers for
+    """Decides for each request which full blocks of the prompt are saved and which are loaded, and plans markers for
     hand-offs."""
 
     stale_s = 5.0
-    """Age (s) at which the result of a lookup is renewed before a decision is based on it."""
+    """Age in seconds at which the result of a lookup is renewed before it is used for a decision."""
     max_requested = 1024
-    """Maximum number of prompts for which `kept` was called and which no request has had since."""
+    """Maximum number of prompts for which `kept` was called and which no request has had since then."""
     max_finished = 256
-    """Maximum number of hints (`FinishedRequest`) that wait for a plan; more are dropped."""
+    """Maximum number of hints (`FinishedRequest`) that wait for a plan. Further ones are dropped."""
     max_remembered_marks = 4096
     policy_type: type[LoadPolicy] = LoadPolicy
 
@@ -123,17 +121,17 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._work = StorePlan()
         self._requests: dict[str, _RequestState] = {}
         self._held: set[str] = set()
-        """Ended requests that are held until the worker releases them: until their cancelled load has ended, or all
-        their blocks and keys are written."""
+        """Ended requests whose blocks are held until the worker reports `Released`: when their cancelled load has
+        ended, or all their blocks and keys are written."""
         self._counts: Counter[str] = Counter()
         self._loaded_hand_offs: dict[str, str] = {}
         self._marked: OrderedDict[str, None] = OrderedDict()
         self._requested: OrderedDict[BlockHash, None] = OrderedDict()
-        """The last blocks of prompts that `kept` was called for."""
+        """The last blocks of the prompts for which `kept` was called."""
         self._prober.start()
 
     def _stores(self) -> list[TieredStore]:
-        """The scheduler side's stores, one for each rank."""
+        """Make the stores of the scheduler side, one for each rank."""
         ranks = [on_rank(self.context.layout, rank) for rank in range(self.context.layout.tp_size)]
         return [self._settings.open_later(layout, self.context.machine) for layout in ranks]
 
@@ -142,7 +140,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return lossy_names(config)
 
     def tickets(self) -> TicketKinds:
-        """Tickets whose marker is in a store; none, if the store is not shared."""
+        """Tickets whose marker is in a store. There are no such tickets if the store is not shared."""
         kinds = tuple(f"store: {path}" for path in self._paths)
         config = self.context.config
         return TicketKinds(writes=kinds, reads=kinds).within(produces=config.produces, consumes=config.consumes)
@@ -151,7 +149,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._prober.wake = wake
 
     def stores_take_kv(self) -> bool:
-        """False while none of the shared tiers accepts blocks."""
+        """True unless none of the shared tiers accepts blocks."""
         return self._reachable_paths != []
 
     def reads(self, ticket: Ticket) -> bool:
@@ -205,7 +203,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
 
     def _needs_no_lookup(self, request: RequestView, num_computed_tokens: int) -> bool:
         """True if no lookup is needed: all blocks that could be loaded are computed already, the first token is known
-        or is to be computed here, and no other instance relies on the store to have the blocks."""
+        or computed here, and no other instance needs the blocks in the store."""
         if self._must_save_all(request):
             return False
         waits_for_token = isinstance(request.hand_off, Consume) and request.prefill_result is None
@@ -213,7 +211,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return not waits_for_token and num_usable * self.context.layout.block_size <= num_computed_tokens
 
     def _must_save_all(self, request: RequestView) -> bool:
-        """True if the store must have the whole prompt, including the blocks in the engine's own prefix cache."""
+        """True if the store must have the whole prompt, also the blocks that are in the engine's own prefix cache."""
         return isinstance(request.hand_off, Produce) or self._stores_keys(request) or self._is_requested(request)
 
     def _stores_keys(self, request: RequestView) -> bool:
@@ -227,8 +225,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return bool(self._requested and request.block_hashes and request.block_hashes[-1] in self._requested)
 
     def _num_usable_blocks(self, request: RequestView, is_first_token_known: bool) -> int:
-        """Number of full blocks that may be loaded: all, or if the first token is sampled here, the blocks of all
-        tokens but one."""
+        """Number of full blocks that may be loaded: all of the prompt's or, if the first token is sampled here, those
+        within all tokens but the last."""
         num_excluded = 0 if is_first_token_known else 1
         return max(0, len(request.prompt_token_ids) - num_excluded) // self.context.layout.block_size
 
@@ -267,7 +265,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
 
     def _decide(self, request: RequestView, lookup_result: StoreResult, num_computed_tokens: int) -> Match:
         state = self._requests.setdefault(request.request_id, _RequestState())
-        # A requested prompt is written to all tiers again, as each may lack blocks that another has.
+        # The blocks of such a prompt are written to all tiers again, because a tier may lack blocks that another one
+        # has.
         state.num_saved = 0 if self._is_requested(request) else lookup_result.num_present
         is_promised = isinstance(request.hand_off, Consume)
         if lookup_result.keys is not None and not state.has_looked_up_keys:
@@ -286,7 +285,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         num_usable = min(lookup_result.num_present, self._num_usable_blocks(request, is_token_known))
         num_tokens = num_usable * self.context.layout.block_size - num_computed_tokens
         if result is not None:
-            return Hit(max(0, num_tokens))  # not layerwise: the engine must know the first token before it runs
+            return Hit(
+                max(0, num_tokens)
+            )  # not layerwise: the engine must know the first token before the request runs
         if num_tokens <= 0:
             return Miss(error if is_promised else None)
         runs = part_of(lookup_result.runs, num_computed_tokens // self.context.layout.block_size, num_usable)
@@ -294,14 +295,14 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return self._choice.choose(request.request_id, runs, num_rest_tokens, may_compute=not is_promised)
 
     def _count_keys(self, request: RequestView, keys: KeyResult) -> None:
-        """Count the request's load keys, and log once the reasons why some name nothing of its prompt."""
+        """Count the request's load keys, and log once why some of them name no blocks of its prompt."""
         self._counts["found_keys"] += keys.num_valid
         self._counts["refused_keys"] += keys.refused.total()
         if keys.refused:
             log.warning("request %s computes what its keys do not bring: %s", request.request_id, keys.summary())
 
     def _marker_result(self, request: RequestView, lookup_result: StoreResult) -> PrefillResult | None:
-        """The marker's result, if the ticket did not contain it."""
+        """The prefill result of the marker, if the ticket did not contain one."""
         needs_result = isinstance(request.hand_off, Consume) and request.prefill_result is None
         return lookup_result.marker.prefill_result if needs_result and lookup_result.marker is not None else None
 
@@ -329,7 +330,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     # Steps.
 
     def plan(self, step: StepView) -> StorePlan | None:
-        """Save the blocks that are full after this step; return all work since the last plan."""
+        """Save the blocks that are full after this step. Returns all work since the last plan."""
         self._choice.on_step_started(step, loads_by_layers=any(load.layerwise for load in self._work.loads))
         if self.context.config.produces:
             for chunk in step.chunks:
@@ -338,7 +339,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             return None
         work, self._work = self._work, StorePlan()
         for load in work.loads:
-            if load.layerwise:  # ends with its step, and so before the request can end
+            if load.layerwise:  # a layerwise load ends with its step, and so before the request can end
                 self._load_ended(load.request_id)
         return work
 
@@ -360,7 +361,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._store_keys(chunk)
 
     def _store_keys(self, chunk: ScheduledChunk) -> None:
-        """Plan the request's keys with the chunk that completes their prefix."""
+        """Plan to store the request's keys, with the chunk that completes their prefix."""
         request, params = chunk.request, chunk.request.transfer_params
         state = self._requests[request.request_id]
         if params is None or state.has_planned_keys or not self._stores_keys(request):
@@ -370,7 +371,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             return
         try:
             num_tokens = params.num_prefix_tokens(request.prompt_token_ids)
-        except InvalidRequest as error:  # only in engines that cannot refuse the request
+        except InvalidRequest as error:  # happens only in engines that cannot refuse the request
             log.warning("request %s stores no keys: %s", request.request_id, error)
             state.has_planned_keys = True
             return
@@ -381,8 +382,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._work.keys.append(StoreKeys(params.tenant, keys, list(hashes), request.salt, num_tokens, ttl_s))
 
     def _initial_state(self, request: RequestView, num_computed_tokens: int) -> _RequestState:
-        """The state of a request without a lookup. Blocks in the own prefix cache were saved when they were computed,
-        except blocks of another connector's hand-off."""
+        """The state of a request that had no lookup. Blocks in the engine's prefix cache were saved when they were
+        computed, except the blocks of another connector's hand-off."""
         return _RequestState(
             0 if self._must_save_all(request) else num_computed_tokens // self.context.layout.block_size
         )
@@ -417,7 +418,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     # The end of a request.
 
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
-        """Blocks stay only while a load still writes to them: saved blocks were copied."""
+        """Blocks are held only while a load still writes to them: saved blocks were copied."""
         self._prober.forget(request.request_id)
         self._report_finish(request)
         self._choice.forget(request.request_id)
@@ -441,7 +442,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return Hold(outcome.ticket, delays_answer=True)
 
     def _report_finish(self, request: RequestView) -> None:
-        """Report the length of the answer, for eviction; not for a prefill, whose answer another instance gives."""
+        """Report the length of the answer to eviction policies. Not for a prefill, because another instance has the
+        answer."""
         if not self._reports_finishes or isinstance(request.hand_off, Produce):
             return
         if request.finish_reason in ("stop", "length") and len(self._work.finished) < self.max_finished:
@@ -449,7 +451,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             self._work.finished.append(FinishedRequest(list(request.block_hashes), num_output_tokens))
 
     def _withdraw_load(self, request: RequestView) -> bool:
-        """Withdraw a load that was not sent with a plan yet. False: it has begun."""
+        """Withdraw a load that was not yet sent with a plan. False: the load has begun."""
         loads = self._work.loads
         self._work.loads = [load for load in loads if load.request_id != request.request_id]
         is_withdrawn = len(self._work.loads) < len(loads)
@@ -488,7 +490,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return Release(self._sealer.seal(ticket, MARKER_S).to_params())
 
     def release(self, transfer_id: str) -> bool:
-        """Remove the marker, as there will be no consumer. The blocks stay for other requests with the same prompt."""
+        """Remove the marker, because there will be no consumer. The blocks stay for other requests with the same
+        prompt."""
         if transfer_id not in self._marked:
             return False
         del self._marked[transfer_id]
@@ -496,7 +499,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return True
 
     def reset_cache(self) -> bool:
-        """Blocks are named by the checkpoint's fingerprint, which does not follow weights changed in place."""
+        """False: the names of blocks depend on the checkpoint's fingerprint, which does not change if weights are
+        changed in place."""
         log.warning(
             "the store keeps KV of the earlier weights: give the instances another store, or another model_fingerprint"
         )
@@ -516,7 +520,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return [self._prober.shares(hashes, pin=pin)]
 
     def statistics(self) -> dict[str, float]:
-        """Measured speeds and counts of decisions, and the load keys that did and did not name blocks."""
+        """Measured speeds, counts of decisions, and numbers of load keys that named blocks, and that did not."""
         return self._choice.statistics() | {name: float(count) for name, count in self._counts.items()}
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""The settings of the cache connector, under any of its names, read and checked once."""
+"""The settings of the cache connector, under all its names. They are read and checked once."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ from kvferry.store.tiered.tiers import TieredStore
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config` of `KVStoreConnector` and its other names. Times in seconds; sizes as 4GiB or
-    numbers.
-
-    The stores are named by `store`, or by `shared_storage_path`, `num_cpu_blocks` or `cpu_bytes_to_use`. A key that
-    belongs to another of these is an error, so that no setting is ignored.
+    """`kv_connector_extra_config` of `KVStoreConnector` and its other names. Times are in seconds; sizes are texts such
+    as 4GiB, or numbers. One key names the stores: `store`, `shared_storage_path`, `num_cpu_blocks` or
+    `cpu_bytes_to_use`. A key that is read only with another of these is an error, so that no setting is ignored.
     """
 
     store: str | list[str] | None = None
@@ -42,22 +40,23 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     block_size: int | None = None
     """The number of tokens in the blocks that `num_cpu_blocks` counts, a multiple of the engine's block size. Default:
-    the engine's. No effect on `cpu_bytes_to_use`."""
+    the engine's block size. Has no effect on `cpu_bytes_to_use`."""
 
     cpu_bytes_to_use: int | str | None = None
     """Host memory of this size."""
 
     eviction_policy: str | None = None
-    """Eviction policy, unless `store` is used. Default: the store's."""
+    """Eviction policy, unless `store` is used. Default: the store's default."""
 
     codec: str | None = None
     """Encoding of blocks, unless `store` is used. Default: unchanged."""
 
     max_bytes: int | str = 0
-    """With `shared_storage_path`: largest size of the directory; blocks beyond it are removed. 0: no limit."""
+    """With `shared_storage_path`: maximum size of the directory. If it is exceeded, blocks are removed. 0: no limit."""
 
     fsync: bool = False
-    """With `shared_storage_path`: blocks are on the disk before they are announced, and survive a power failure."""
+    """With `shared_storage_path`: write blocks to the disk before they are announced, so that they survive a power
+    failure."""
 
     access: Literal["owner", "group"] = "owner"
     """With `shared_storage_path`: access to it, for this user only (`owner`) or also its group (`group`)."""
@@ -82,8 +81,8 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Maximum seconds to wait for a hand-off's prefill, and for the blocks of one request."""
 
     key_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 7 * 24 * 3600.0
-    """Seconds after which a key that a request stored (`kvcache_store_keys`) expires, unless the request says sooner
-    (`kvcache_ttl_s`)."""
+    """Seconds after which a key that a request stored (`kvcache_store_keys`) expires, unless the request sets a shorter
+    time (`kvcache_ttl_s`)."""
 
     key_wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] | None = None
     """Maximum seconds to wait for a missing key that a request loads (`kvcache_load_keys`). Default and maximum:
@@ -99,7 +98,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return next((key for key in _KEYS_READ_WITH if getattr(self, key) not in (None, "")), "")
 
     def keys_read(self) -> Collection[str]:
-        """The keys about stores that have an effect with this `store_key`."""
+        """The keys about stores that are read with this `store_key`."""
         return (self.store_key(), *_KEYS_READ_WITH.get(self.store_key(), ()))
 
     def specs(self, engine_block_size: int = 1) -> list[StoreSpec]:
@@ -148,7 +147,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def read_settings(context: ConnectorContext) -> StoreSettings:
-    """Parse the configuration. Raises `ConfigError` that names the key."""
+    """Parse the configuration. Raises `ConfigError`, which names the key."""
     settings = _read(context.config)
     settings.specs(context.layout.block_size)
     if settings.load != "async" and context.layout.tp_size > 1:
@@ -212,8 +211,8 @@ def _require_read(settings: StoreSettings, config: KVTransferConfig) -> None:
 
 
 def is_about_stores(key: str) -> bool:
-    """True if a key is about stores and is only read with some of the keys that name them. `StoreSettings.specs`
-    refuses two of the latter."""
+    """True if a key is about stores and is only read with some of the keys that name stores. `StoreSettings.specs`
+    refuses two keys that name stores."""
     return key.startswith("lmcache.") or key in _EXCLUSIVE_KEYS
 
 
@@ -232,10 +231,11 @@ _KEYS_READ_WITH: dict[str, tuple[str, ...]] = {
     "num_cpu_blocks": ("eviction_policy", "codec", "block_size"),
     "cpu_bytes_to_use": ("eviction_policy", "codec", "block_size"),
 }
-"""The keys that name stores, of which the first that is set counts, and the other keys that are read with each."""
+"""The keys that name stores, and for each of them the other keys that are read with it. The first one that is set
+counts."""
 _EXCLUSIVE_KEYS = {"cpu_bytes_to_use"}.union(*_KEYS_READ_WITH.values())
 _IN_URL = {"eviction_policy": "eviction"} | {name: name for name in ("codec", "max_bytes", "fsync", "access")}
-"""Keys that are options of a store's URL, by their names there."""
+"""Keys that are options of a store's URL, by the names of these options."""
 _CHOICES = {
     "write": ("through", "back"),
     "load": ("async", "layerwise", "auto"),

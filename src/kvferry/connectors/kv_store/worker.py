@@ -1,6 +1,6 @@
 """The worker side of the cache connector: copies full blocks out of the KV cache, and reads blocks directly into it.
 
-Owns the store and the event loop on which it is written to and read. The engine's thread only copies, and waits only if
+Owns the store and the event loop on which it is written to and read. The engine's thread only copies. It waits only if
 the model needs a layer that has not arrived.
 """
 
@@ -45,8 +45,8 @@ OPEN_S, CLOSE_S = 60.0, 15.0
 
 
 class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatistics):
-    """Saves and loads the KV of one rank. Its settings are `StoreSettings`; `kv_buffer_size` bounds the copies that
-    wait for the disk."""
+    """Saves and loads the KV of one rank. Its settings are `StoreSettings`; `kv_buffer_size` limits the bytes of copies
+    that wait for the store."""
 
     max_jobs_ahead = 1024
     """A hint (`FinishedRequest`) is dropped if more jobs than this are queued in the writer."""
@@ -79,7 +79,8 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
     # Life.
 
     def register(self, memory: BlockMemory) -> None:
-        """Open the store for KV in this memory. Raises `ConfigError` for memory that is neither a host's nor CUDA's."""
+        """Open the store for KV in this memory. Raises `ConfigError` if the memory is neither host memory nor CUDA
+        memory."""
         config, layout = self.context.config, self.context.layout
         self._blocks = self._make_blocks(memory, self.context.saves_are_complete)
         self._loop.start()
@@ -103,11 +104,11 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
 
     async def _open_store(self) -> None:
         await self._store.open()
-        with suppress(StoreError):  # no tier answers: each has logged it now, and not with the first request
+        with suppress(StoreError):  # no tier answers: each tier has logged this now, not with the first request
             await self._store.match([NO_BLOCK])
 
     def close(self) -> None:
-        """Stop loading, write the queued blocks, end the thread. May be called twice."""
+        """Stop loading, write the queued blocks, and end the thread. May be called twice."""
         blocks, self._blocks = self._blocks, None
         if blocks is not None:
             close_all(self._loader.close, self._writer.close, self._close_store, self._loop.close, blocks.close)
@@ -151,7 +152,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
             self._loop.submit(self._release_when_written(request_id, self._written()))
 
     def _written(self) -> asyncio.Event:
-        """An event that is set when everything queued in the writer so far is written, or dropped."""
+        """An event that is set when all jobs that are queued in the writer now have been written or dropped."""
         written = asyncio.Event()
 
         async def set_written() -> None:
@@ -179,13 +180,13 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
             self._step.wait_layer(layer)
 
     def save_layer(self, layer: int) -> None:
-        """Begin to copy this layer of the blocks that are full now."""
+        """Begin to copy this layer of the blocks that have become full."""
         for _, copy in self._saves:
             copy.layer(layer)
 
     def flush(self) -> None:
-        """Copy the blocks that are full now, unless a load of this step failed: requests may share blocks, so any of
-        them may have been computed on KV that never arrived."""
+        """Copy the blocks that have become full, unless a load of this step failed: requests may share blocks, so each
+        of these blocks may depend on KV that never arrived."""
         has_failed = self._end_loads()
         saves, self._saves = self._saves, []
         for save, copy in saves:
@@ -223,12 +224,12 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
             parent = block_hash
 
     def _end_loads(self) -> bool:
-        """Wait for the layerwise loads of this step. Returns true if any of them failed."""
+        """Wait for the layerwise loads of this step. Returns True if one of them failed."""
         step, self._step = self._step, None
         return step is not None and bool(step.failed())
 
     def discard(self) -> None:
-        """Drop everything of the failed step. Waits for its layerwise loads, bounded by their deadlines."""
+        """Drop the work of the failed step. Waits for its layerwise loads, which end by their deadlines."""
         self._end_loads()
         saves, self._saves, self._new_keys = self._saves, [], []
         for save, copy in saves:
@@ -245,7 +246,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
     # Insight.
 
     def watch_store(self) -> None:
-        """Record from now on which blocks are stored and dropped."""
+        """Start to record which blocks are stored and dropped."""
         self._store.activity.watch()
         self._writer.watch()
 
@@ -261,10 +262,10 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         return self._store.statistics() | self._writer.statistics() | self._loader.statistics() | keys
 
     def is_flushed(self) -> bool:
-        """True if everything that was saved, with its markers, is written or dropped."""
+        """True if all saved blocks and their markers have been written or dropped."""
         return self._writer.is_empty()
 
     def check(self) -> None:
-        """Raise `LeakError` if a load is left. Blocks may still be queued for the disk."""
+        """Raise `LeakError` if a load is left. Blocks may still be queued for the store."""
         if self._saves or self._step is not None or not self._loader.is_empty():
             raise LeakError("the cache connector still moves blocks of requests that are gone")

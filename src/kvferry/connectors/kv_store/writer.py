@@ -1,8 +1,8 @@
-"""Writes blocks on the store's event loop, and makes other calls of the store, in the order of their arrival.
+"""Writes blocks on the store's event loop, and makes other calls to the store, in the order of their arrival.
 
-Owns the queue, bounded in bytes, and the buffers in it. Blocks are dropped while it is full: a later request computes
-them again. Only a producer, which has no answers to delay, waits for room, for a limited time: when the store has
-stalled, its blocks are dropped too, until it continues.
+Owns the queue, which is bounded in bytes, and the buffers in it. While the queue is full, blocks are dropped: a later
+request computes them again. Only a producer, which has no answers to delay, waits for room, for a limited time. If
+there is still no room, the store has stalled, and further blocks are dropped at once until it has written something.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from kvferry.transport.transfer_loop import TransferLoop
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 1.0
+"""Maximum seconds for which a producer waits for room in the queue."""
 BATCH_BLOCKS = 32
+"""Maximum blocks of one put."""
 
 Call = Callable[[], Awaitable[None]]
 
 
 class StoreWriter:
     """Writes to `store` on `loop`. `capacity_bytes`: maximum bytes of queued blocks; one block may always be queued.
-    `max_wait_s`: maximum wait of `put` for room."""
+    `max_wait_s`: maximum seconds for which `put` waits for room."""
 
     warn_every_s = 10.0
+    """Minimum seconds between two warnings."""
     close_s = 10.0
+    """Maximum seconds in which `close` writes the queued blocks."""
 
     def __init__(self, store: KVStore, loop: TransferLoop, capacity_bytes: float, *, max_wait_s: float = 0.0) -> None:
         self._store, self._loop, self._capacity, self._max_wait_s = store, loop, capacity_bytes, max_wait_s
@@ -51,7 +55,8 @@ class StoreWriter:
     # The engine's thread.
 
     def put(self, block: Block) -> bool:
-        """Queue a block, whose memory the writer owns from now on. False: dropped, since the store is too slow."""
+        """Queue a block. The writer owns the block's memory from now on. False: the block is dropped, because the store
+        is too slow."""
         num_bytes = _block_bytes(block)
         with self._changed:
             if not self._wait_for_room(num_bytes):
@@ -64,8 +69,8 @@ class StoreWriter:
         return True
 
     def submit(self, call: Call, *, limit: int | None = None) -> None:
-        """Queue a call, made on the loop after all blocks that were put before. `limit`: dropped if as many jobs are
-        queued."""
+        """Queue a call to the store. It is made on the loop, after all blocks that were put before. `limit`: the call
+        is dropped if this many jobs are queued already."""
         with self._changed:
             if limit is not None and len(self._jobs) >= limit:
                 return
@@ -73,7 +78,7 @@ class StoreWriter:
         self._loop.call(self._jobs_event.set)
 
     def drop(self, hashes: Sequence[BlockHash]) -> None:
-        """Record that these blocks, which were to be written, are not."""
+        """Record the event that these blocks are dropped. They were to be written, but were never put."""
         with self._changed:
             for block_hash in hashes:
                 self._record_outcome(block_hash, Put.DROPPED)
@@ -89,7 +94,7 @@ class StoreWriter:
             return events
 
     def is_empty(self) -> bool:
-        """True if everything is written."""
+        """True if no job is queued or running."""
         with self._changed:
             return not self._jobs and not self._working
 
@@ -99,7 +104,7 @@ class StoreWriter:
         return {"writer_waiting_bytes": float(self._num_bytes), **dropped}
 
     def close(self) -> None:
-        """Write the queued blocks, for `close_s` at most."""
+        """Write the queued blocks, in at most `close_s` seconds, and stop."""
         with suppress(TimeoutError):
             self._loop.run(self._drain(), self.close_s + 1)
 
@@ -138,7 +143,7 @@ class StoreWriter:
                         await first()
                 except KvferryError as error:
                     self._warn(error)
-                except Exception:  # the writer's outermost edge: it continues with the next
+                except Exception:  # any error ends only this job
                     log.exception("writing to the store failed unexpectedly")
                 finally:
                     self._done(jobs)
@@ -175,11 +180,12 @@ class StoreWriter:
             (self._events.dropped if outcome is Put.DROPPED else self._events.stored).append(block_hash)
 
     def _warn(self, error: KvferryError) -> None:
-        """Log an error, but not for every block of a full disk."""
+        """Log an error, unless another one was logged less than `warn_every_s` ago: a full disk fails for every
+        block."""
         now = SYSTEM_CLOCK.monotonic()
         if now - self._last_warning > self.warn_every_s:
             self._last_warning = now
-            log.warning("not saved: %s", error)
+            log.warning("blocks are not stored: %s", error)
 
 
 def _block_bytes(block: Block) -> int:

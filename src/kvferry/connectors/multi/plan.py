@@ -8,9 +8,9 @@ import msgspec
 
 
 class MultiPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`plans`: each connector's plan, in order; None if it has none. `loads`: index of the connector that loads, by
-    request id, for loads that begin. `holds`: indices of the connectors that keep the blocks of each of these ended
-    requests."""
+    """`plans`: the plan of each connector, in order; None: it has none. `loads`: for each load that begins, by request
+    id, the index of the connector that loads. `holds`: for each ended request, the indices of the connectors that keep
+    its blocks."""
 
     plans: list[Any]
     loads: dict[str, int] = {}

@@ -4,12 +4,13 @@ Owns the choice of the child that loads for each request, and the set of childre
 requests.
 
 * One child hands off (`handing_off`), and fetches hand-offs, unless it does not read the ticket and another child does.
-  The others see requests without hand-off: prompts whose KV they may have, and keep.
-* The child that has the most of a prompt loads, in a tie the first. A hand-off that can be fetched is fetched, because
-  it brings the first token. When one child has an answer, `MultiSchedulerSide.max_lookup_wait_s` remain for the others.
+  The other children see requests without a hand-off: prompts whose KV they may have or store.
+* The child that has the most tokens of a prompt loads; if several have as many, the first of them. A hand-off that can
+  be fetched is fetched, because it brings the first token. Once one child has answered, the others have
+  `MultiSchedulerSide.max_lookup_wait_s`.
 * All children save.
-* A child that raises is left out of that request (scheduler side), or of all later ones (worker side). The scheduler
-  side learns of this by the first load that the child should have done, and then no longer calls it.
+* A child that raises takes no further part in this request (scheduler side), or in any later one (worker side). The
+  scheduler side learns of this by the first load that the child should have done, and then no longer calls it.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class _WithoutHandOff:
 
 
 class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPlan], HasStatistics):
-    """Calls each connector of the list, loads from the one that has the most, and saves to all."""
+    """Calls each connector of the list, loads from the one that has the most tokens, and saves to all."""
 
     max_lookup_wait_s = 0.1
 
@@ -100,7 +101,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         self._index = handing_off(self._configs) or 0
         child = self.children[self._index]
         self._hands_off = child if isinstance(child, HandsOff) else None
-        """The child that hands off, if there is one."""
+        """The child that hands off; None: there is none."""
         self._chosen: dict[str, int] = {}
         self._loads: dict[str, int] = {}
         self._holds: dict[str, list[int]] = {}
@@ -108,7 +109,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         self._first_hit_at: dict[str, float] = {}
         self._lost: set[int] = set()
         self._layerwise: set[int] = set()
-        """Children with layerwise loads in their settings, which has been logged."""
+        """Children with layerwise loads in their settings, for which a warning was logged."""
 
     # Admission.
 
@@ -118,7 +119,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
                 self._try(index, partial(child.arrived, self._view_for(index, request)), None)
 
     def refusal(self, request: RequestView) -> KvferryError | None:
-        """The reason why the child that takes part in the hand-off refuses the request; None if it does not."""
+        """The reason why the child that takes part in the hand-off refuses the request; None: it does not refuse it."""
         side = self.children[self._hand_off_child(request.hand_off)]
         return side.refusal(request) if isinstance(side, HandsOff) else None
 
@@ -163,7 +164,8 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return Miss()
 
     def _is_worth_waiting(self, request: RequestView, has_hit: bool) -> bool:
-        """True to wait for children that still look up the prompt: always without a hit, as they have deadlines."""
+        """True if the request waits for children that still look up the prompt. Without a hit it always waits, because
+        lookups have deadlines."""
         if not has_hit:
             return True
         now = self._clock.monotonic()
@@ -217,7 +219,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
 
     def completed(self, report: TransferReport) -> None:
         """Pass the report on: events of a load to the child that loaded, `Saved` to the one that hands off, and all
-        others to all. Each child is called for each step, as it would be alone, because it may measure the time of
+        others to all. Each child is called in each step, as if it were alone, because it may measure the time of
         steps."""
         for event in report:
             if isinstance(event, Failed) and isinstance(event.error, ChildLost):
@@ -271,7 +273,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
             self._hands_off.refused(transfer_id)
 
     def make_room(self, num_blocks: int) -> None:
-        """Have the child that hands off free blocks: it alone has leases."""
+        """Have the child that hands off free blocks, because only this child has leases."""
         if self._hands_off is not None:
             self._hands_off.make_room(num_blocks)
 
@@ -305,7 +307,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
 
     @classmethod
     def lossy_codecs(cls, config: KVTransferConfig) -> Sequence[str]:
-        """The lossy codecs of the caches among the children, which agree."""
+        """The lossy codecs of the caches among the children. They are the same for all caches."""
         lossy = [lossy_codecs(find_connector(child), child) for child in child_configs(config)]
         return next((names for names in lossy if names is not None), [])
 
@@ -340,7 +342,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return next((index for index in others if _reads(self.children[index], hand_off.ticket)), self._index)
 
     def _try(self, index: int, call: Callable[[], Result], default: Result) -> Result:
-        """The result of a call of a child; `default` if it raises, so that the others continue."""
+        """Call a child. Returns `default` if the child raises, so that the others continue."""
         try:
             return call()
         except Exception:

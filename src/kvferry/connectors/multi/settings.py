@@ -1,4 +1,4 @@
-"""The settings of `MultiConnector`: an ordered list of configurations, each as it would stand alone."""
+"""The settings of `MultiConnector`: an ordered list of configurations of single connectors."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ class MultiOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`kv_connector_extra_config` of `MultiConnector`."""
 
     connectors: list[dict[str, Any]]
-    """Configurations of the connectors, in order. A key that one leaves out (such as `kv_buffer_size`) has the value of
-    the outer configuration, as has `kv_role` for the one that hands off. The caches beside it are `kv_both`, so that
-    they save and load on P and on D."""
+    """Configurations of the connectors, in order. A key that one of them lacks (such as `kv_buffer_size`) has its value
+    from the outer configuration. This includes `kv_role` for the connector that hands off; the caches beside it are
+    `kv_both`, so that they save and load on P and on D."""
 
     hand_off_lossy: bool = False
-    """True if KV that was computed from a lossy codec's KV may be handed off to instances that do not use that
-    codec."""
+    """True if KV that depends on KV of a lossy codec may be handed off to instances that do not use the codec."""
 
 
 def child_gauges(side: Callable[[ConnectorSpec], type[SchedulerSide[Any] | WorkerSide[Any]]]) -> frozenset[str]:
-    """The gauges of this side of every connector that can be a child, with the index before the names."""
+    """The gauges of all connectors that can be children, on this side, with the child's index before the name."""
     sides = [side(spec) for spec in BUILTIN.values() if spec is not BUILTIN[_SELF]]
     return frozenset(f"{index}_{name}" for side in sides for name in gauges_of(side) for index in range(MAX_CHILDREN))
 
@@ -62,14 +61,14 @@ def check(config: KVTransferConfig) -> None:
 
 
 def check_here(config: KVTransferConfig, *, has_token: bool) -> None:
-    """Raise `ConfigError` if this machine does not have what one of the connectors needs."""
+    """Raise `ConfigError` if this machine lacks something that one of the connectors needs."""
     for child in child_configs(config):
         find_connector(child).check_here(child, has_token=has_token)
 
 
 def _require_same_codecs(config: KVTransferConfig, children: list[KVTransferConfig]) -> None:
-    """Raise `ConfigError` unless the connectors have the same lossy codecs: KV that one loads, others keep and hand
-    off."""
+    """Raise `ConfigError` unless the connectors have the same lossy codecs, because KV that one of them loads is stored
+    and handed off by others."""
     lossy = [lossy_codecs(find_connector(child), child) for child in children]
     codec_sets = {tuple(names) for names in lossy if names is not None}
     path = "kv_connector_extra_config"
@@ -88,7 +87,7 @@ def _require_same_codecs(config: KVTransferConfig, children: list[KVTransferConf
 
 
 def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
-    """The configuration of each connector, as if it stood alone."""
+    """The configuration of each connector, complete, as for a single connector."""
     listed = read_options(MultiOptions, config.kv_connector_extra_config).connectors
     if not 1 <= len(listed) <= MAX_CHILDREN:
         raise ConfigError(f"kv_connector_extra_config.connectors must list 1 to {MAX_CHILDREN} connectors")
@@ -122,8 +121,8 @@ def _without_layerwise(child: KVTransferConfig, index: int) -> KVTransferConfig:
 
 
 def handing_off(children: Sequence[KVTransferConfig]) -> int | None:
-    """The index of the child that takes part in hand-offs: the first that hands off and is no cache, or else the first
-    that is no cache. None: all are caches, of which the first hands off through its store."""
+    """The index of the child that takes part in hand-offs: the first one that hands off and is no cache, or else the
+    first one that is no cache. None: all are caches, and the first one hands off through its store."""
     no_caches = {
         index: spec.scheduler_class()
         for index, spec in enumerate(map(find_connector, children))

@@ -1,7 +1,7 @@
 """The worker side of `MultiConnector`, which combines several connectors, its children.
 
-Owns the loads and holds of each child, which are needed when a child is lost: once it is closed, its loads have failed,
-its held blocks are free, and the others continue.
+Owns the loads and holds of each child. They are needed when a child is lost: once it is closed, its loads are reported
+as failed, its held blocks become free, and the others continue.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Result = TypeVar("Result")
 
 
 class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, StoresBlocks, HasStatistics):
-    """Gives each child's worker side its part of the plan; a child that raises is closed, and the others continue."""
+    """Gives each child its part of the plan. A child that raises is closed, and the others continue."""
 
     close_s = 60.0
-    """Seconds to wait, at the end, for a child that was lost and is still being closed."""
+    """Maximum seconds for which `close` waits for a lost child that is still being closed."""
 
     plan_type = MultiPlan
     gauges = child_gauges(ConnectorSpec.worker_class)
@@ -61,7 +61,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         self._closing: dict[int, Thread] = {}
         """The threads that close lost children, kept until the closed child no longer touches blocks."""
         self._closed: set[int] = set()
-        """Lost children that are closed; written by the threads that close them."""
+        """Lost children that have been closed. The threads that close them add them."""
         self._wake: Callable[[], None] = lambda: None
         self._loads: dict[str, int] = {}
         self._holds: dict[str, set[int]] = {}
@@ -114,7 +114,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
             self._try(index, partial(_start, part), None)
 
     def _parts(self, plan: MultiPlan | None) -> list[tuple[int, Any]]:
-        """Each child's part of a plan. One that came from another process is converted to its class again."""
+        """Each child's part of a plan. A part that comes from another process is converted to its class again."""
         parts = []
         for index, (child, part) in enumerate(zip(self.children, plan.plans if plan is not None else (), strict=False)):
             if child.plan_type is not None and part is not None and not isinstance(part, child.plan_type):
@@ -137,8 +137,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
 
     def poll(self) -> TransferReport:
         """The events of all children. Blocks are released when no child keeps them any more. Raises `ConnectorLost`
-        when the child that hands off is lost: without it, the instance is useless to the fleet, which starts
-        another."""
+        when the child that hands off is lost: the instance is then useless, and its fleet starts another one."""
         if self._hands_off in self.lost:
             raise ConnectorLost("the connector of MultiConnector that hands off is lost")
         for index in [index for index in self._closing if index in self._closed]:
@@ -203,7 +202,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         return child_statistics(self.children)
 
     def check(self) -> None:
-        """Raise `LeakError` if a child keeps something, or if something is still recorded for one."""
+        """Raise `LeakError` if a child has a resource in use, or if loads or holds of a child are left."""
         for index, child in enumerate(self.children):
             if index not in self.lost:
                 check_side(child)
@@ -219,7 +218,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
             self._try(index, call, None)
 
     def _try(self, index: int, call: Callable[[WorkerSide[StepPlan]], Result], default: Result) -> Result:
-        """The result of a call of a child; `default` if it is lost. A child that raises is lost from then on."""
+        """Call a child. Returns `default` if the child is lost. A child that raises is lost from then on."""
         if index in self.lost:
             return default
         try:
@@ -232,7 +231,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
             return default
 
     def _mark_lost(self, index: int) -> None:
-        """Close a child on a separate thread, because that may take a while; the others continue meanwhile."""
+        """Close a child on a separate thread, so that the others can continue."""
         self.lost.add(index)
         self._closing[index] = Thread(self._close_lost, index, name=f"kvferry-close-{index}")
         self._closing[index].start()
@@ -243,7 +242,8 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         self._wake()
 
     def _on_closed(self, index: int) -> None:
-        """Fail the loads of a closed child, which no longer accesses blocks, and release the blocks that it held."""
+        """Report the loads of a closed child as failed, and release the blocks that it held: it no longer uses any
+        blocks."""
         self._closing.pop(index).join()
         for request_id in [name for name, loader in self._loads.items() if loader == index]:
             self._fail_load(request_id, index)

@@ -1,7 +1,6 @@
-"""The consumer's half of the worker side: fetches hand-offs, and reports the end of each.
-
-Owns the tasks of loads and of tickets that wait to be loaded, which run on the transfer loop, and their reports. A rank
-fetches its own share from each of the producer's ranks that has some of it (`core.blocks.sharding`).
+"""The consumer's half of the worker side: fetches hand-offs, and reports the end of each. Owns the tasks of loads, the
+tasks of tickets that wait to be loaded, and their reports. The tasks run on the transfer loop. A rank fetches its own
+share from each of the producer's ranks that has some of it (`core.blocks.sharding`).
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ log = logging.getLogger(__name__)
 
 
 class Arrivals:
-    """`begin` is called on the transfer loop while `run` runs there. The ends of loads are added to `reports`.
-
-    `timeout_s` limits each load. With `keep_lease_on_failure`, a load that fails leaves the hand-off to another
-    instance that may try the same ticket.
+    """`begin` is called on the transfer loop, while `run` runs there. The ends of loads are added to `reports`.
+    `timeout_s`: maximum seconds of each load. `keep_lease_on_failure`: a load that fails does not release the hand-off,
+    so that another instance may fetch it with the same ticket.
     """
 
     release_s = 5.0
@@ -56,7 +54,7 @@ class Arrivals:
         self._taken_s = 0.0
 
     async def run(self) -> None:
-        """Own the tasks until cancelled, which ends them."""
+        """Run the tasks until cancelled. Cancellation ends them."""
         async with asyncio.TaskGroup() as self._group:
             self.started.set()
             try:
@@ -67,7 +65,7 @@ class Arrivals:
     # On the loop.
 
     def begin(self, plan: P2pPlan) -> None:
-        """Do the consumer's part of a plan. An error of one request does not affect the others."""
+        """Do the consumer's part of a plan. An error in one request does not affect other requests."""
         for request_id in plan.cancels:
             _contained(request_id, partial(self._cancel, request_id), self._on_cancel_failed)
         for request_id, ticket in plan.waits.items():
@@ -78,7 +76,8 @@ class Arrivals:
             _contained(request_id, partial(self._abandon, request_id, ticket), self._on_wait_failed)
 
     def _cancel(self, request_id: str) -> None:
-        """Stop a load; its request is reported `Released` when nothing more is written, also if it has ended."""
+        """Stop a load. Its request is reported as `Released` when nothing writes to its blocks any more, also if the
+        load has already ended."""
         task = self._tasks.get(request_id)
         if task is None:
             self._reports.add(Released(request_id))
@@ -87,21 +86,21 @@ class Arrivals:
             task.cancel()
 
     def _on_cancel_failed(self, request_id: str, error: Exception) -> None:
-        """Handle a failed cancellation: the load ends by its deadline, and is then reported `Released`."""
+        """Handle a cancellation that failed: the load ends by its deadline, and is then reported as `Released`."""
         if request_id in self._tasks:
             self._cancelled.add(request_id)
         else:
             self._reports.add(Released(request_id))
 
     def _start(self, load: Load) -> None:
-        """Begin to fetch; from now on, the load keeps the lease alive."""
+        """Begin to fetch. From now on, the load keeps the lease alive."""
         self._stop_waiting(load.request_id)
         task = self._create_task(self._load(load), f"load {load.request_id}")
         self._tasks[load.request_id] = task
         task.add_done_callback(partial(self._on_load_done, load))
 
     def _on_start_failed(self, request_id: str, error: Exception) -> None:
-        """Report a failure, unless the load has a task, whose end is reported as usual."""
+        """Report a failure, unless the load has a task: the end of the task is reported as usual."""
         self._stop_waiting(request_id)
         if request_id not in self._tasks:
             self._reports.add(Failed(request_id, translated(error)))
@@ -130,7 +129,7 @@ class Arrivals:
         self._waits[request_id] = self._for_each_rank(ticket, self._own_ranks(ticket), "keep", keep)
 
     def _on_wait_failed(self, request_id: str, error: Exception) -> None:
-        """Stop renewing the lease, which then expires: a load will report it."""
+        """Stop renewing the lease. It then expires, and a load will report this."""
         self._stop_waiting(request_id)
         self._reports.add(Fetchable(request_id))
 
@@ -155,12 +154,14 @@ class Arrivals:
         action: str,
         call: Callable[[str, Source], Coroutine[Any, Any, None]],
     ) -> list[asyncio.Task[None]]:
-        """A task for each of the producer's ranks; errors are only logged."""
+        """Start a task for each of the producer's ranks. Their errors are only logged."""
 
         async def on_rank(rank: int) -> None:
             try:
                 await call(ticket.transfer_id, _source(ticket, rank))
-            except Exception as unexpected:  # leases expire by themselves, and a load with the same error reports it
+            except (
+                Exception
+            ) as unexpected:  # leases expire by themselves, and a load with the same error reports the error
                 error = translated(unexpected)
                 log.info("could not %s: %s", name, error, exc_info=error is not unexpected)
 
@@ -185,7 +186,7 @@ class Arrivals:
             self._count(taken)
             self._release(load.ticket, unread)
             return report
-        except Exception as unexpected:  # the edge between this load and all others
+        except Exception as unexpected:  # any error ends only this load
             error = translated(unexpected)
             was_evicted = load.longer and isinstance(
                 error, LeaseEnded
@@ -199,7 +200,8 @@ class Arrivals:
             return [Failed(load.request_id, error)]
 
     def _on_load_done(self, load: Load, task: asyncio.Task[TransferReport]) -> None:
-        """Report the end of a load's task, which also ends all writes; also if it was cancelled before it began."""
+        """Report the end of a load's task, with which all its writes have ended. Called also if the task was cancelled
+        before it began."""
         del self._tasks[load.request_id]
         if load.request_id in self._cancelled:
             self._cancelled.discard(load.request_id)
@@ -210,8 +212,8 @@ class Arrivals:
             call_contained(lambda: self._reports.add(*task.result()), f"load {load.request_id}", on_error)
 
     async def _sources(self, ticket: Ticket, deadline: float) -> tuple[Sequence[int], Sequence[int]]:
-        """The producer's ranks that have some of this rank's KV, and the ranks that this rank releases because no rank
-        reads them."""
+        """The ranks of the producer that have some of this rank's KV; and the ranks that this rank releases because no
+        rank reads from them."""
         own_layout = self._layout
         if ticket.tp_size == own_layout.tp_size:
             return (own_layout.tp_rank,), ()
@@ -219,7 +221,7 @@ class Arrivals:
         return sources(own_layout, peer_layout), orphans(own_layout, peer_layout)
 
     async def _fetch(self, load: Load, ranks: Sequence[int], deadline: float) -> list[Taken]:
-        """Fetch from all ranks at once. When this returns or raises, nothing is written from any of them any more."""
+        """Fetch from all ranks at once. When this has returned or raised, nothing from any of them writes any more."""
         return await run_together(*(self._fetch_one(load, rank, deadline) for rank in ranks))
 
     async def _fetch_one(self, load: Load, rank: int, deadline: float) -> Taken:
@@ -242,10 +244,10 @@ class Arrivals:
 
     def _sealed(self, load: Load, encoded: bytes) -> None:
         """Report P's first token when P has finished, before the KV has arrived: the token is right even if the KV
-        never arrives. Not called with `keep_lease_on_failure`: another instance may take over as long as nothing was
-        reported.
+        never arrives. Not called with `keep_lease_on_failure`, because another instance may take over as long as
+        nothing was reported.
         """
-        with suppress(ProtocolError):  # `_report` raises it when everything has come
+        with suppress(ProtocolError):  # `_report` raises it when everything has arrived
             meta = decode_meta(encoded)
             result = _result_for(load, meta, common_prefix(meta.prefixes, load.tokens, load.salt))
             if result is not None:
@@ -254,7 +256,8 @@ class Arrivals:
     # Statistics and checks.
 
     def statistics(self) -> dict[str, float]:
-        """Numbers of running and completed loads, bytes and time of these, and failures by kind of error."""
+        """Numbers of running and completed loads, bytes and seconds of the completed ones, and failures by kind of
+        error."""
         counts = {name: float(count) for name, count in self._counts.copy().items()}
         return {"num_loading": float(len(self._tasks)), "taken_seconds": self._taken_s, **counts}
 
@@ -287,7 +290,8 @@ def _report(load: Load, taken: Sequence[Taken]) -> TransferReport:
 
 
 def _result_for(load: Load, meta: HandOffMeta, num_common: int) -> PrefillResult | None:
-    """P's result, if the hand-off is of exactly this prompt: neither of a prefix of it nor of more tokens."""
+    """P's result, if the hand-off is of exactly this prompt; None if it is of a prefix of the prompt, or of more
+    tokens."""
     is_same_prompt = not load.longer and meta.num_tokens == num_common == len(load.tokens)
     return meta.prefill_result if is_same_prompt else None
 

@@ -1,12 +1,12 @@
 """The hand-offs that this instance makes: their announced blocks and their leases. No tensors.
 
-Owns the hand-offs that are being made or are under lease. It does not know about fetches: the worker sides report when
-the blocks of a hand-off are free again.
+Owns the hand-offs that are being made or are under lease. Does not know about fetches: the worker sides report when the
+blocks of a hand-off are free again.
 
 A block is announced once, when its last token is scheduled: when it is full, or when the prompt ends in it. If a step
-computes tokens again whose blocks were announced, as after a load that failed, everything announced of that hand-off is
-void, and it begins again; this holds for the request's own tokens, and for the tokens of another request that shares
-its blocks."""
+computes tokens again whose blocks were announced, as after a load that failed, all announcements of this hand-off are
+void, and it begins again. This is also so if the step computes the tokens for another request that shares the
+blocks."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ from kvferry.core.ordered_set import OrderedSet
 from kvferry.transport.options import TransportOptions
 
 NUM_PREFIXES = 16
-"""Digests in the ticket of kept blocks, so that a next turn which differs near the end can still use most of them."""
+"""Number of digests in the ticket of blocks that are kept for a next turn, so that a next turn that differs near the
+end can still use most of these blocks."""
 
 
 @dataclass(eq=False)
 class _Offer:
     """A hand-off, from its first chunk until its blocks are free again. `announced`: its announced blocks, in order,
-    while its request runs. `is_retained`: kept for a next turn, which may never come. `is_ending`: it ends with the
-    next plan."""
+    while its request runs. `is_retained`: True if it is kept for a next turn, which may never come. `is_ending`: True
+    if it ends with the next plan."""
 
     request_id: str
     transfer_id: str
@@ -56,11 +57,11 @@ class _Offer:
 
 
 class Offers:
-    """Adds announcements and ends of hand-offs to `work`, the plan in the making, and seals the tickets."""
+    """Adds announcements and ends of hand-offs to `work`, the next plan, and seals the tickets."""
 
     queued_s = 600.0
-    """A ticket is accepted for this time beyond its lease: it may have waited in a router's queue, and its first token
-    stays right when the KV is gone."""
+    """Seconds after the end of its lease for which a ticket is accepted: it may have waited in a router's queue, and
+    its first token is right even if the KV is gone."""
 
     def __init__(
         self, context: ConnectorContext, work: P2pPlan, sealer: TicketSealer, settings: TransportOptions
@@ -73,22 +74,22 @@ class Offers:
         self._by_transfer: dict[str, _Offer] = {}
         self._announced_by: defaultdict[int, OrderedSet[_Offer]] = defaultdict(OrderedSet)
         self._admitted: dict[str, int] = {}
-        """Number of blocks, by request id, of prefills that `match` has admitted and that have had no chunk yet: they
-        may wait for blocks, or for another connector's load."""
+        """By request id, the number of blocks of prefills that `match` has admitted and that have had no chunk yet,
+        because they wait for blocks, or for another connector's load."""
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Set the addresses at which this instance's ranks listen."""
         self._addresses = [(address["host"], address["port"]) for address in addresses]
 
     def address_seal(self) -> str:
-        """The seal of this engine's id and addresses; "" before the addresses are known."""
+        """The seal of this engine's id and addresses; empty before the addresses are known."""
         return self._sealer.address_seal(self._address()) if self._addresses else ""
 
     # Admission.
 
     def match(self, request: RequestView, hand_off: Produce) -> Match:
-        """A prefill for another instance waits (`Pending`) while `kv_buffer_size` bytes are held or promised; blocks
-        kept for next turns are ended for it."""
+        """A prefill for another instance waits (`Pending`) while `kv_buffer_size` bytes are held or promised. To make
+        room for it, hand-offs that are kept for next turns are ended."""
         if not self._config.produces:
             return Miss(
                 ConfigError("this instance has kv_role kv_consumer and cannot hand off; use kv_producer or kv_both")
@@ -97,7 +98,7 @@ class Offers:
         if other is not None and other.request_id != request.request_id:
             return Miss(ProtocolError(f"transfer_id {hand_off.transfer_id!r} is in use by another request"))
         if other is not None:
-            return Miss()  # preempted: it is counted already
+            return Miss()  # preempted: the request is counted already
         num_blocks = self._num_blocks(len(request.prompt_token_ids))
         if not self._has_room(num_blocks, request.request_id):
             self.make_room(num_blocks)
@@ -113,16 +114,18 @@ class Offers:
     # Steps.
 
     def restart(self, request: RequestView) -> None:
-        """Void the announcements of a preempted request, which begins again in other blocks."""
+        """Withdraw the announcements of a preempted request, which begins again in other blocks."""
         offer = self._offers.get(request.request_id)
         if offer is not None:
             self._void(offer)
 
     def void(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Void the announcements of blocks that this step computes again. Called with all chunks of a step, before
+        """Withdraw the announcements of blocks that this step computes again. Called with all chunks of a step, before
         `announce`."""
         for chunk in chunks if self._announced_by else ():
-            if chunk.num_tokens and chunk.start < len(chunk.request.prompt_token_ids):  # an answer's blocks are its own
+            if chunk.num_tokens and chunk.start < len(
+                chunk.request.prompt_token_ids
+            ):  # no other request shares the blocks of an answer
                 first, end = chunk.start // self._layout.block_size, self._num_blocks(chunk.start + chunk.num_tokens)
                 for block_id in chunk.block_ids[first:end]:
                     for offer in list(self._announced_by.get(block_id, ())):
@@ -140,7 +143,7 @@ class Offers:
         offer.announced = []
 
     def expect(self, request: RequestView, hand_off: Produce) -> None:
-        """Record a prefill that has its blocks, but first loads the KV of an earlier turn from elsewhere."""
+        """Record a prefill that has its blocks, but first loads the KV of an earlier turn from another instance."""
         self._track(request, hand_off.transfer_id)
 
     def announce(self, chunk: ScheduledChunk) -> None:
@@ -165,7 +168,7 @@ class Offers:
             self._announced_by[block_id].add(offer)
 
     def _track(self, request: RequestView, transfer_id: str) -> _Offer | None:
-        """The record of this request's hand-off; None when another request has that transfer id."""
+        """The record of this request's hand-off; None: another request has the transfer id."""
         self._admitted.pop(request.request_id, None)
         offer = self._by_transfer.get(transfer_id)
         if offer is None:
@@ -176,7 +179,8 @@ class Offers:
     # The end of a request.
 
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
-        """Announced blocks stay under `Hold`: sealed with a ticket if the prefill is complete, otherwise dropped."""
+        """Announced blocks stay under `Hold`. If the prefill is complete, the hand-off is sealed and gets a ticket;
+        otherwise it is dropped."""
         offer = self._offers.get(request.request_id)
         if offer is not None:
             self._withdraw_unsent(offer)
@@ -198,21 +202,22 @@ class Offers:
         return Hold(params)
 
     def _withdraw_unsent(self, offer: _Offer) -> None:
-        """Remove announcements that were not sent, because making the plan failed: a later step would announce blocks
-        that were never written."""
+        """Remove announcements that were not sent because making the plan failed. Otherwise, a later step would
+        announce blocks that were never written."""
         unsent = [save for save in self._work.saves if save.transfer_id == offer.transfer_id]
         if unsent:
             self._work.saves = [save for save in self._work.saves if save.transfer_id != offer.transfer_id]
             offer.is_opened = offer.is_opened and not any(save.opens for save in unsent)
 
     def end_unopened(self, request: RequestView) -> None:
-        """End a request before anything was announced: refuse the hand-off to a waiting consumer."""
+        """End a request of which no block was announced. A consumer that waits for the hand-off gets an error."""
         self.released(request.request_id)
         if isinstance(request.hand_off, Produce):
             self.refused(request.hand_off.transfer_id)
 
     def refused(self, transfer_id: str) -> None:
-        """Report to consumers that this hand-off will not come, unless another request makes one of the same id."""
+        """Report to consumers that this hand-off will not come, unless another request makes a hand-off with the same
+        id."""
         if self._config.produces and transfer_id not in self._by_transfer:
             self._work.drops.setdefault(transfer_id, "")
 
@@ -242,7 +247,8 @@ class Offers:
         return Hold(params | {"remote_transfer_id": params.pop("transfer_id")})
 
     def make_room(self, num_blocks: int) -> None:
-        """End hand-offs that are kept for next turns, the oldest first, until `num_blocks` are about to be free."""
+        """End hand-offs that are kept for next turns, the oldest first, until `num_blocks` blocks are about to become
+        free."""
         for offer in self._offers.values():
             if num_blocks <= 0:
                 return
@@ -284,7 +290,8 @@ class Offers:
             del self._by_transfer[offer.transfer_id]
 
     def end(self, transfer_id: str) -> bool:
-        """End a hand-off that will not be fetched. True if it has begun; else the worker sides end it as it begins."""
+        """End a hand-off that will not be fetched. True: it has begun. False: the worker sides end it when it
+        begins."""
         self._work.ends.append(transfer_id)
         return transfer_id in self._by_transfer
 
@@ -292,12 +299,12 @@ class Offers:
 
     @property
     def admitted(self) -> list[str]:
-        """Requests that were admitted and have had no chunk yet."""
+        """Number of requests that were admitted and have had no chunk yet."""
         return list(self._admitted)
 
     @property
     def names(self) -> list[str]:
-        """Requests with a hand-off in the making or under lease."""
+        """Number of requests with a hand-off that is being made or is under lease."""
         return list(self._offers)
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -305,6 +312,7 @@ class Offers:
 
 
 def _checkpoints(num_tokens: int, num_prompt_tokens: int) -> list[int]:
-    """Lengths of the prefixes whose digests go into a ticket: everything, the prompt, and some between."""
+    """Lengths of the prefixes whose digests go into a ticket: of all tokens, of the prompt, and of some between
+    these."""
     step = -(-num_tokens // NUM_PREFIXES)
     return sorted({*range(step, num_tokens, step), min(num_prompt_tokens, num_tokens), num_tokens})

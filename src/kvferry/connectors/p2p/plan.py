@@ -9,10 +9,9 @@ from kvferry.core.messages.wire import decode_frame
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
-    """Announce blocks `first_block, …` of a hand-off, here `block_ids`, as this step passes each layer.
-
-    Blocks from the prefix cache also wait for the layer: another request of this step may compute or load them.
-    `opens`: this is the hand-off's first `Save`.
+    """Announce the blocks `first_block, …` of a hand-off, layer by layer, when this step has passed each layer.
+    `block_ids`: where these blocks are on this instance. Blocks from the prefix cache also wait for the layer, because
+    another request of this step may compute or load them. `opens`: True for the first `Save` of a hand-off.
     """
 
     transfer_id: str
@@ -22,10 +21,9 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Seal(msgspec.Struct, frozen=True, array_like=True):
-    """The hand-off is complete; `meta` is an encoded `HandOffMeta`. The request's blocks are under `Hold`.
-
-    With `kept_blocks`, the hand-off begins only now, consists of these blocks, and has a lease of `lease_s`. All steps
-    that computed them are over.
+    """The hand-off is complete. `meta`: an encoded `HandOffMeta`. The request's blocks are under `Hold`. With
+    `kept_blocks`, the hand-off begins only now, consists of these blocks, and has a lease of `lease_s` seconds; all
+    steps that computed the blocks have ended.
     """
 
     transfer_id: str
@@ -36,10 +34,9 @@ class Seal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """Fetch the first `num_tokens` tokens of a hand-off into `block_ids`, the first `skip_blocks` of which are filled.
-
-    `tokens` and `salt` are the request's prompt. The hand-off is of all of them or of a prefix. With `longer`, other
-    tokens may follow the wanted ones.
+    """Fetch the KV of the first `num_tokens` tokens of a hand-off into `block_ids`, of which the first `skip_blocks`
+    are already filled. `tokens`, `salt`: prompt and salt of the request. The hand-off is of the whole prompt or of a
+    prefix of it; with `longer`, it may have further tokens.
     """
 
     request_id: str
@@ -53,14 +50,14 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class P2pPlan(msgspec.Struct):
-    """One step's work, carried out in the order of the fields: withdrawals first, since their blocks may be in use
-    again."""
+    """The work of one step. It is done in the order of the fields: withdrawals come first, because their blocks may be
+    in use again."""
 
     resets: list[str] = []
-    """Transfer ids of hand-offs that begin again: everything announced of them so far is void."""
+    """Transfer ids of hand-offs that begin again: all their announcements so far are void."""
     drops: dict[str, str] = {}
-    """Hand-offs that will not be completed, by transfer id: the request whose blocks are under `Hold`, or "" if nothing
-    was announced. Consumers that wait for them get this as an error."""
+    """Hand-offs that will not be completed. By transfer id, the request whose blocks are under `Hold`, or an empty
+    string if no block was announced. Consumers that wait for these hand-offs get an error."""
     ends: list[str] = []
     """Transfer ids of hand-offs that will not be fetched: their leases end early."""
     saves: list[Save] = []
@@ -72,13 +69,13 @@ class P2pPlan(msgspec.Struct):
     loads: dict[str, Load] = {}
     """Loads to begin, by request id."""
     unwanted: dict[str, Ticket] = {}
-    """Tickets that this instance will not fetch, by request id: their producers may free the blocks."""
+    """Tickets that this instance will not fetch, by request id. Their producers may free the blocks."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__struct_fields__)
 
     def take(self) -> P2pPlan | None:
-        """The plan so far, as a copy, after which this one is empty; None if there is nothing to do."""
+        """Return a copy of the plan, and empty this one. None: there is nothing to do."""
         if not self:
             return None
         taken, empty = msgspec.structs.replace(self), P2pPlan()
@@ -88,9 +85,9 @@ class P2pPlan(msgspec.Struct):
 
 
 class HandOffMeta(msgspec.Struct, frozen=True):
-    """Metadata of the producer's tokens, sent when it seals. Both sides tokenize, so `prefixes` (digests of its tokens
-    and their salt) let the consumer detect another prompt. `prefill_result` is None for blocks that are kept for the
-    next turn."""
+    """Metadata that the producer sends when it seals. Both sides tokenize the prompt, so the consumer compares
+    `prefixes` (digests of the producer's tokens and their salt) to detect another prompt. `prefill_result`: None for
+    blocks that are kept for the next turn."""
 
     num_tokens: int
     prefixes: list[tuple[int, str]]

@@ -1,6 +1,6 @@
 """The scheduler side of the P2P connector: the fetches of this instance, and with `Offers` its hand-offs. No tensors.
 
-Owns the plan in the making, and the state of each request that has something to fetch: waiting, loading, or over. A
+Owns the next plan, and the state of each request that has a ticket to fetch: it waits, loads, or has ended its load. A
 request has at most one load, since a hand-off can be fetched only once.
 """
 
@@ -43,8 +43,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Fetch:
-    """A request's fetch. `num_promised`: number of prompt tokens whose KV the other side has. `is_ready`: the producer
-    has finished; `deadline`: end of the wait for that, once it has begun (monotonic, s)."""
+    """The fetch of a request. `num_promised`: number of prompt tokens whose KV the other side has. `is_ready`: the
+    producer has finished; `deadline`: end of the wait for this, once the wait has begun, in seconds of the monotonic
+    clock."""
 
     ticket: Ticket
     num_promised: int
@@ -105,8 +106,9 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
             self._work.waits[request.request_id] = fetch.ticket
 
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
-        """A `Hit` for a hand-off that waits to be fetched; `Pending` for a prefill for another instance while too much
-        is held already, and for a hand-off whose prefill has not ended, unless there is room to wait for it."""
+        """A `Hit` for a hand-off that can be fetched. `Pending` for a prefill for another instance while too many
+        blocks are held, and for a hand-off whose prefill has not ended, unless there is room to reserve its blocks
+        now."""
         hand_off = request.hand_off
         if isinstance(hand_off, Produce):
             admission = self._offers.match(request, hand_off)
@@ -124,7 +126,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         return Hit(max(0, fetch.num_promised - num_computed_tokens))
 
     def _wait(self, fetch: _Fetch) -> Match:
-        """The request holds nothing meanwhile; `Fetchable` ends it."""
+        """Wait without blocks, until the event `Fetchable`."""
         now = self.context.clock.monotonic()
         fetch.deadline = fetch.deadline or now + self._unsealed_s
         if now < fetch.deadline:
@@ -132,8 +134,8 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         return Miss(TransferTimeout(f"the prefill of this request has not ended within {self._unsealed_s:g} s"))
 
     def _find(self, request: RequestView) -> _Fetch | KvferryError | None:
-        """The request's fetch, created if needed, or the reason why its ticket cannot be used; None if it has nothing
-        to fetch."""
+        """The request's fetch, which is created if necessary; or the reason why its ticket cannot be used. None: there
+        is nothing to fetch."""
         ticket = _ticket_of(request)
         if ticket is None or request.request_id in self._fetches:
             return self._fetches.get(request.request_id)
@@ -144,7 +146,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         )
 
     def _unusable(self, ticket: Ticket) -> KvferryError | None:
-        """The reason why this ticket cannot be used on this instance; None if it can."""
+        """The reason why this ticket cannot be used on this instance; None: it can."""
         if not self._config.consumes:
             return ConfigError(
                 "this instance has kv_role kv_producer and cannot fetch hand-offs; use kv_consumer or kv_both"
@@ -196,7 +198,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         return self._work.take()
 
     def _on_computed(self, request: RequestView) -> None:
-        """Abandon the ticket of a request that runs: if it has not begun to load by now, it never will."""
+        """Abandon the ticket of a request that runs: a load that has not begun by now will never begin."""
         fetch = self._fetches.get(request.request_id)
         if fetch is not None and fetch.state == "waiting":
             fetch.state = "over"
@@ -220,11 +222,13 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
     # The end of a request.
 
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
-        """Announced blocks, and blocks that a load still writes to, stay under `Hold`."""
+        """Announced blocks, and blocks to which a load still writes, stay under `Hold`."""
         is_written = self._end_fetch(request)
-        self._fetches.pop(request.request_id, None)  # only now: `finish` is called again if anything before this raises
+        self._fetches.pop(
+            request.request_id, None
+        )  # last, because `finish` is called again if one of the calls above raises
         if is_written:
-            self._offers.end_unopened(request)  # expected at most: nothing was announced before the load
+            self._offers.end_unopened(request)  # no block was announced before the load
             return Hold(None)
         hand_off = request.hand_off
         if isinstance(hand_off, Consume) and (self._keeps_all if hand_off.keep is None else hand_off.keep):
@@ -232,7 +236,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         return self._offers.finish(request, block_ids)
 
     def _end_fetch(self, request: RequestView) -> bool:
-        """End the request's fetch. True if a load may still write to its blocks."""
+        """End the request's fetch. Returns True if a load may still write to its blocks."""
         if request.request_id in self._cancelled:  # called again
             return True
         request_id, fetch, ticket = request.request_id, self._find(request), _ticket_of(request)
@@ -263,7 +267,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
     # Statistics and checks.
 
     def statistics(self) -> dict[str, float]:
-        """Hand-offs in the making or under lease, and loads begun."""
+        """Numbers of hand-offs that are being made or are under lease, and of loads that have begun."""
         return {"num_produced": float(len(self._offers.names)), "fetches": float(self._num_begun)}
 
     def check(self) -> None:
@@ -272,7 +276,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
 
 
 def _ticket_of(request: RequestView) -> Ticket | None:
-    """The ticket that a request has to fetch, if any."""
+    """The ticket that a request has to fetch; None: there is none."""
     match request.hand_off:
         case Consume(ticket=ticket):
             return ticket
@@ -282,7 +286,7 @@ def _ticket_of(request: RequestView) -> Ticket | None:
 
 
 def _prompt_mismatch(request: RequestView, ticket: Ticket) -> KvferryError | None:
-    """The reason why this ticket is not for this prompt; None if it is."""
+    """The reason why this ticket is not for this prompt; None: it is."""
     tokens = request.prompt_token_ids
     if not isinstance(request.hand_off, Consume) or ticket.agrees_with(tokens, request.salt):
         return None

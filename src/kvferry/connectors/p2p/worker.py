@@ -4,9 +4,10 @@ others.
 Owns the transfer thread, the table of this rank's hand-offs, the lookup buffer by which consumers fetch them, and the
 hand-offs that have not ended. The engine's thread calls it; everything that waits runs on the transfer thread.
 
-A plan names blocks of requests that run in its step. They are announced layer by layer, each when the step has passed
-the layer: by then all its blocks are written, by any request that computed or loaded them. On a device, the kernels of
-a layer may still be running then, so all layers are announced at the end of the step, after waiting for the device.
+A plan names blocks of requests that run in its step. They are announced layer by layer, each layer when the step has
+passed it: by then, all blocks of the layer are written, whichever request computed or loaded them. On a device, the
+kernels of a layer may still be running then, so all layers are announced at the end of the step, after waiting for the
+device.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
 
     start_s = 10.0
     gather_bytes = 2 * 2**20
-    """Parts are announced to a consumer when they have this size together: a layer, or several small ones."""
+    """Announcements to a consumer are sent when they have at least this many bytes of KV together: one layer, or
+    several small ones."""
 
     plan_type = P2pPlan
     gauges = frozenset({"num_loading", "num_keys", "held_bytes", "open_connections"})
@@ -62,18 +64,18 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self._service: Future[list[None]] | None = None
         self._wait_for_device: Callable[[], None] | None = None
         self._saves: list[Save] = []
-        """Blocks that this step announces as it passes the layers."""
+        """Blocks that this step announces when it has passed the layers."""
         self._written: list[int] = []
         """Layers that were saved in this step and wait for the device."""
         self._held: dict[str, str] = {}
-        """The requests whose blocks are under `Hold`, by transfer id, until the table has no such key any more."""
+        """By transfer id, the requests whose blocks are under `Hold` until the table no longer has the key."""
 
     # Life.
 
     def register(self, memory: BlockMemory) -> None:
         """Listen, and start the transfer thread."""
         config, layout, settings = self._config, self.context.layout, self._settings
-        # The scheduler side keeps prefills waiting at `kv_buffer_size`; twice that only guards against mistakes.
+        # The scheduler side lets prefills wait at `kv_buffer_size`; the double value is a safeguard against mistakes.
         bounds = EntryBounds(
             settings.lease_s,
             settings.unsealed_s,
@@ -98,7 +100,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         """A function that waits for all work that this thread has queued on the device; None for host memory."""
         if device == "cpu":
             return None
-        from kvferry.transport.cuda import copies  # only where KV is on a device
+        from kvferry.transport.cuda import copies  # only if the KV cache is on a device
 
         return copies.device_wait(device)
 
@@ -106,7 +108,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         return {**self._buffer.address(), "engine_id": self._config.engine_id}
 
     def close(self) -> None:
-        """End the transfer thread with every task, connection and mapping."""
+        """End the transfer thread and all its tasks, connections and mappings."""
         if self._service is None:
             return
         close_all(self._loop.close, self._buffer.close)
@@ -114,7 +116,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
     # Steps.
 
     def withdraw(self, plan: P2pPlan | None) -> None:
-        """Void the announcements of hand-offs that begin again: no consumer can fetch them any more."""
+        """Withdraw the announcements of hand-offs that begin again, so that no consumer can fetch the blocks."""
         for transfer_id in plan.resets if plan is not None else ():
             self.table.reset(transfer_id)
 
@@ -122,7 +124,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         """Carry out the plan, except that its `saves` wait for the layers of this step."""
         if plan is None:
             return
-        self.discard()  # the rest of a step that neither `flush` nor `discard` ended
+        self.discard()  # left over from a step that neither `flush` nor `discard` ended
         for transfer_id, request_id in plan.drops.items():
             if request_id:
                 self._held[transfer_id] = request_id
@@ -180,11 +182,11 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
             self._contain(save.transfer_id, partial(self.table.insert, save.transfer_id, part))
 
     def _contain(self, transfer_id: str, call: Callable[[], object]) -> None:
-        """Make a call for one hand-off. If it fails, this hand-off is withdrawn; the others continue."""
+        """Make a call for one hand-off. If the call fails, this hand-off is withdrawn, and others continue."""
         call_contained(call, f"hand-off {transfer_id}", lambda error: self._withdraw(transfer_id))
 
     def _withdraw(self, transfer_id: str) -> None:
-        """Withdraw a hand-off: no consumer can fetch it any more. If even that fails, its lease expires."""
+        """Withdraw a hand-off, so that no consumer can fetch it. If this fails too, its lease expires."""
         self._saves = [save for save in self._saves if save.transfer_id != transfer_id]
         self.table.drop(transfer_id)
 

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one step: the sampled tokens by request id, and the transfers that ended meanwhile on all ranks.
+    """The result of one step: the sampled tokens by request id, and the transfers that have ended on all ranks since
+    the last step.
 
-    `failed`: requests whose token could not be sampled, with the reason.
+    `failed`: by request id, the reason why its token could not be sampled.
     """
 
     sampled: dict[str, list[SampledToken]]
@@ -29,10 +30,11 @@ class StepResult:
 
 
 class PlanQueue:
-    """The connector's plans that not all ranks have begun, oldest first. The engine owns it, so that no plan is lost
-    when a step fails.
+    """The connector's plans that not all ranks have begun, oldest first. The engine owns the queue, so that no plan is
+    lost when a step fails.
 
-    Plans are numbered: `first` is the number of the oldest, and the first `num_late` belong to earlier steps.
+    Plans are numbered. `first`: the number of the oldest plan in `waiting`. `num_late`: how many of the oldest plans
+    are of earlier steps.
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,8 @@ class PlanQueue:
         self.waiting: deque[StepPlan] = deque()
 
     def begin_step(self, plan: StepPlan | None) -> None:
-        """Begin a new step: all waiting plans are now late. `plan` is the new step's; None: it has none."""
+        """Begin a new step: all plans that wait are now of earlier steps. `plan`: the plan of the new step; None: it
+        has none."""
         self.num_late = len(self.waiting)
         if plan is not None:
             self.waiting.append(plan)
@@ -54,33 +57,35 @@ class PlanQueue:
 
 
 class Executor(ABC):
-    """One model on one rank or several, ready to run; the engine does not know how many. Used from one thread."""
+    """One model on one rank or several, ready to run. The engine does not know how many ranks there are. Used from one
+    thread."""
 
     model: LoadedModel
-    """The model as loaded on rank 0."""
+    """The loaded model of rank 0."""
     layout: KVLayout
     """The layout of rank 0."""
     num_blocks: int
-    """KV blocks; the same on every rank."""
+    """Number of KV blocks; the same on every rank."""
     max_model_len: int
-    """Longest prompt plus answer, in tokens."""
+    """Maximum length of prompt plus answer, in tokens."""
     addresses: list[dict[str, Any]]
     """The result of each rank's `ServesPeers.address`, in rank order; empty if the ranks do not serve peers."""
 
     @abstractmethod
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
-        """Execute a step: begin the waiting plans, compute the chunks, sample tokens. Both may be empty.
+        """Execute a step: begin the waiting plans, compute the chunks, sample tokens. There may be no plans and no
+        chunks.
 
-        Late plans are begun and at once followed by `WorkerSide.discard`, because the KV that they would save was not
-        computed. Plans that all ranks have begun are removed from the queue, even if this raises.
+        A plan of an earlier step is begun, and then `WorkerSide.discard` is called at once, because the KV that it
+        would save was not computed. Plans that all ranks have begun are removed from the queue, even if this raises.
 
-        Raises `RankLost` if a rank is gone and `ConnectorLost` if its connector is; the executor cannot be used after
-        either. After any other exception the step has no result, but further steps can be executed.
+        Raises `RankLost` if a rank is gone, and `ConnectorLost` if the connector of a rank is. The executor cannot be
+        used after these. After any other exception the step has no result, but further steps can be executed.
         """
 
     @abstractmethod
     def on_report(self, wake: Callable[[], None]) -> None:
-        """Register `wake`, which is called on any thread for a new report, and when a rank is lost."""
+        """Set the function that is called, on any thread, when there is a new report, and when a rank is lost."""
 
     @abstractmethod
     def statistics(self) -> dict[str, float]:
@@ -88,7 +93,7 @@ class Executor(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `LeakError` if a worker side still holds a resource although no request is left."""
+        """Raise `LeakError` if a worker side still has a resource in use. Call this when no request is left."""
 
     @abstractmethod
     def close(self) -> None:

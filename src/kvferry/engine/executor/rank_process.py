@@ -1,7 +1,7 @@
 """Rank 0's view of the other ranks and their losses.
 
-Owns the connections to them, the processes that it has started itself, and the reasons of losses. A thread for each
-rank detects its end at once.
+Owns the connections to the ranks, the processes that rank 0 has started itself, and the reasons of losses. A thread for
+each rank detects its end at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvferry.engine.model.rank_placement import default_num_threads
 from kvferry.observe.logs import helper_environment
 
 CONSEQUENCE = 2
-"""Min weight of a loss that another one may have caused (`Losses.add`)."""
+"""Minimum weight of a loss that may be the consequence of another one (`Losses.add`)."""
 PING_INTERVAL_S = 5.0
 """Seconds between two pings of a rank."""
 LOOPBACK = "127.0.0.1"
@@ -51,11 +51,11 @@ A = TypeVar("A", bound=Answer)
 
 
 class Losses:
-    """The reasons why ranks were lost. A rank that fails makes others fail, so errors report the loss that is closest
-    to the cause."""
+    """The reasons why ranks were lost. A rank that fails makes others fail, so the error that is raised is the loss
+    that is closest to the cause."""
 
     cause_s = 2.0
-    """Max seconds by which the cause of a loss may become known later than its consequences."""
+    """Maximum seconds by which the cause of a loss may become known later than its consequences."""
 
     def __init__(self) -> None:
         self.on_loss: Callable[[], None] = lambda: None
@@ -64,8 +64,8 @@ class Losses:
         self._reasons: list[tuple[int, KvferryError]] = []
 
     def add(self, weight: int, error: KvferryError) -> None:
-        """Record a loss. A smaller `weight` is closer to the cause; from `CONSEQUENCE` on, another loss may have caused
-        it."""
+        """Record a loss. `weight`: how far the loss is from the cause, from 0; from `CONSEQUENCE` on, it may be the
+        consequence of another loss."""
         with self._lock:
             self._reasons.append((weight, error))
         self._first.set()
@@ -74,19 +74,20 @@ class Losses:
         self.on_loss()
 
     def require_none(self) -> None:
-        """Raise the reason if a rank is lost; wait up to `cause_s` for the cause."""
+        """If a rank is lost, raise the reason. Waits up to `cause_s` seconds for the cause to become known."""
         if self._first.is_set():
             self._cause.wait(self.cause_s)
             with self._lock:
                 raise min(self._reasons, key=lambda reason: reason[0])[1]
 
     def wait(self, seconds: float) -> None:
-        """Raise a loss that is known, or becomes known within this time."""
+        """Raise a loss that is known, or becomes known within these seconds."""
         self._first.wait(seconds)
         self.require_none()
 
     def raise_cause(self, error: Exception) -> None:
-        """Raise the loss that explains an error of rank 0, if there is one; wait a moment for it to become known."""
+        """Raise the loss that explains an error of rank 0, if there is one. Waits up to `cause_s` seconds for it to
+        become known."""
         try:
             self.wait(self.cause_s)
         except KvferryError as cause:
@@ -114,11 +115,13 @@ class Process(Protocol):
 
 
 StartProcess = Callable[[int, int, str], Process]
-"""Starts the process of a rank: with its number, the descriptor of its pipe, and the secret of the instance."""
+"""Starts the process of a rank. Called with the rank's number, the descriptor of its pipe, and the instance's
+secret."""
 
 
 def start_rank(rank: int, auth_token: str, start: StartProcess | None = None) -> tuple[Link, Process]:
-    """Start a process on this machine, which waits for `LoadModel`. `start`: `start_process` by default."""
+    """Start the process of a rank on this machine. The process waits for `LoadModel`. `start`: `start_process` by
+    default."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = (start or start_process)(rank, theirs.fileno(), auth_token)
@@ -126,13 +129,13 @@ def start_rank(rank: int, auth_token: str, start: StartProcess | None = None) ->
 
 
 class RankProcess:
-    """The process of one other rank. Methods are called by the engine's thread, except for the listening thread's
-    own."""
+    """The process of one other rank. The engine's thread calls the methods, but for the listening thread's own ones and
+    `ping`."""
 
     max_missed_pongs = 6
-    """Max number of pings that a rank may leave unanswered (`RankWatch`)."""
+    """Maximum number of pings in a row that a rank may leave unanswered (`RankWatch`)."""
     exit_s = 10.0
-    """Max seconds to wait for the exit of a process whose pipe has ended or that was killed."""
+    """Maximum seconds to wait for the exit of a process whose pipe has ended or that was killed."""
 
     def __init__(
         self,
@@ -143,13 +146,14 @@ class RankProcess:
         table: StoreTable,
         answers: SimpleQueue[Answer | None] | None = None,
     ) -> None:
-        """`link`: to a rank that waits for `LoadModel`. `process`: the rank's, if this process has started it. `table`:
-        the ranks' rendezvous store. `answers`: queue of the rank's answers."""
+        """`link`: the connection to a rank that waits for `LoadModel`. `process`: the process of the rank, if this
+        process has started it. `table`: the store through which the ranks find each other. `answers`: queue of the
+        rank's answers."""
         self.rank, self._losses, self._table = rank, losses, table
         self.on_report: Callable[[int, bytes], None] = lambda rank, report: None
         self._answers = answers or SimpleQueue[Answer | None]()  # bounded: one answer a command
         self._is_ending = False
-        self._lock = threading.Lock()  # for sending, and for the next attributes
+        self._lock = threading.Lock()  # for `_has_left`, `_has_failed`, and the order of `RankStep` and `Proceed`
         self._has_left = self._has_failed = self._has_reported_failure = False
         self._num_missed_pongs = 0
         self._pipe, self._name, self._process = link.pipe, link.name, process
@@ -173,8 +177,8 @@ class RankProcess:
             raise RankLost(f"rank {self.rank} does not accept commands: {error}") from error
 
     def leave_step(self) -> None:
-        """Record that rank 0 has left the step after as many collectives as any rank that failed in it. A failed rank,
-        also one that fails later, gets a `Proceed`."""
+        """Record that rank 0 has left the step, after as many collective operations as any rank that failed in it. A
+        rank that has failed in it, or still fails, gets a `Proceed`."""
         with self._lock:
             self._has_left = True
             self._proceed()
@@ -190,12 +194,12 @@ class RankProcess:
             self._losses.wait(self.exit_s)
             raise RankLost(f"rank {self.rank} is gone")
         if not isinstance(answer, kind):
-            raise RankLost(f"rank {self.rank} answered {type(answer).__name__} where {kind.__name__} was expected")
+            raise RankLost(f"rank {self.rank} answered {type(answer).__name__}; {kind.__name__} was expected")
         return answer
 
     def ping(self, interval_s: float) -> None:
-        """Send a ping, or record the rank's loss when it has left too many pings unanswered, which are sent every
-        `interval_s`. From any thread."""
+        """Send a ping. If the rank has left too many pings unanswered, also record its loss. `interval_s`: seconds
+        between two pings, for the message. From any thread."""
         if self._num_missed_pongs == self.max_missed_pongs:
             pings = f"{self.max_missed_pongs} pings, one every {interval_s:g} s"
             self._losses.add(0, RankLost(f"rank {self.rank} ({self._name}) hangs: it did not answer {pings}"))
@@ -210,13 +214,14 @@ class RankProcess:
     # The end.
 
     def begin_end(self) -> None:
-        """Tell the rank to exit."""
+        """Request the exit of the rank."""
         self._is_ending = True
         with suppress(PeerLost), self._lock:
             self._pipe.send(Close())
 
     def end(self, deadline: float) -> None:
-        """Wait until `deadline` for the rank to exit; then kill its process if this process has started it."""
+        """Wait for the rank to exit until `deadline`, a time of the monotonic clock. If it has not exited then, kill
+        its process if this process has started it, or close the connection."""
         remaining_s = max(0.1, deadline - SYSTEM_CLOCK.monotonic())
         if self._process is None:
             self._listener.join(remaining_s)
@@ -290,8 +295,8 @@ class RankProcess:
 
 
 class RankWatch:
-    """Pings the other ranks periodically, so that a hanging rank is detected although no step needs it. Owns the thread
-    that pings. Pings are counted, not seconds: a pause of the whole machine is not a loss."""
+    """Pings the other ranks periodically, so that a rank that hangs is also detected while there is no step. Owns the
+    thread that pings. Pings are counted, not seconds, so that a pause of the whole machine is not a loss."""
 
     def __init__(self, ranks: Sequence[RankProcess], interval_s: float = PING_INTERVAL_S) -> None:
         self._ranks, self._interval_s, self._has_ended = ranks, interval_s, threading.Event()
@@ -319,7 +324,7 @@ def _describe_exit(code: int | None) -> str:
 
 
 def start_process(rank: int, pipe: int, auth_token: str) -> Process:
-    """Start a rank in a new Python process; a `StartProcess`."""
+    """Start a rank in a new Python process. This is a `StartProcess`."""
     environment = {
         **os.environ,
         AUTH_TOKEN: auth_token,
@@ -336,7 +341,7 @@ def start_process(rank: int, pipe: int, auth_token: str) -> Process:
 
 @contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """Block SIGINT for children started in the body: Ctrl-C cannot end them before they ignore it."""
+    """Block SIGINT for processes that are started in the body, so that Ctrl-C cannot end them before they ignore it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -55,7 +55,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query position, key position) → True if the key is visible; broadcasts."""
 
 _MAX_POSITIONS = 1 << 22
-"""Max position up to which masks are evaluated."""
+"""Maximum number of positions for which masks are evaluated."""
 
 
 class LayerHooks(Protocol):
@@ -81,8 +81,8 @@ class MaskRecorder:
         return placeholder
 
     def function_of(self, mask: Tensor) -> MaskFunction | None:
-        """The function of a placeholder, or of a slice that is all of one; None if the model built
-        `mask` itself."""
+        """The function whose placeholder `mask` is, or a slice of that placeholder with the same shape; None if the
+        model built `mask` itself."""
         return next((function for placeholder, function in self.recorded if _is_same_mask(mask, placeholder)), None)
 
 

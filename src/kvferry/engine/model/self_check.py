@@ -30,24 +30,27 @@ NUM_TOKENS = 24
 BLOCK_SIZE = 8
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 STOPS = (0, 16, 23, NUM_TOKENS)
-"""The boundaries of a sequence's chunks: two chunks, then one token. The first is the prefix that two sequences
+"""The boundaries of a sequence's chunks: two chunks, then one token. The first chunk is the prefix that two sequences
 share."""
 SMALL_WINDOW = 5
-# Distances are relative to the logits' own spread. Rounding stays far below these, a wrong mask or position is at about
-# 1. Where rounding is amplified (a close choice of experts), transformers' own two attention functions differ as much.
+# Distances are relative to the spread of the logits. Rounding stays far below these tolerances; a wrong mask or
+# position gives a distance of about 1. Where rounding is amplified (a close choice of experts), transformers' own two
+# attention functions differ by about as much as paged attention does.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.12, torch.float16: 0.03}
 ROUNDING_MARGIN = 3.0
+"""A distance is also accepted if it is at most this many times a distance that is known to be rounding."""
 MAX_TOKENS = 0.7
+"""In half precision, the distance of logits is this quantile of the distances of their tokens."""
 PATCHED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-"""The same between the model as it was loaded and as it was patched; more where paged attention differed by more."""
+"""As TOLERANCE, between the loaded model and the patched one."""
 _LENGTHS = ("position", "window", "context", "chunk", "floor_scale", "max_seq", "max_length")
 """Parts of the names of settings for lengths beyond which a model may compute differently."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """NUM_TOKENS token ids, the position of the first, and the block table. `reads_prefix`: the first chunk's blocks
-    are another example's."""
+    """NUM_TOKENS token ids, the position of the first one, and the block table. `reads_prefix`: the blocks of the first
+    chunk are those that another example writes."""
 
     ids: Tensor
     first: int
@@ -61,15 +64,16 @@ class Example:
 
 
 class SelfCheck:
-    """Compares the engine's logits with the model's own. `border`: the result of `rope.trained_context`. All ranks call
-    the methods together; both raise `UnsupportedModel` if the logits differ by more than rounding."""
+    """Compares the logits through the engine's paged attention with the logits through the model's own. `border`: the
+    result of `rope.trained_context`. All ranks call the methods together. Both methods raise `UnsupportedModel` if the
+    logits differ by more than rounding."""
 
     def __init__(self, model: Any, probed: ProbedLayers, device: torch.device, border: int | None) -> None:
         self._model, self._probed, self._device, self._border = model, probed, device, border
         self._examples = _examples(model.config.get_text_config(), device)
         self._expected: list[Tensor] = []
         self._rounding = 0.0
-        """The largest distance of an example that was accepted."""
+        """The largest distance that was accepted for an example of the loaded model."""
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -84,7 +88,8 @@ class SelfCheck:
 
     @torch.inference_mode()
     def run_patched(self) -> None:
-        """Check the patched model against its logits before."""
+        """Compare the patched model with the logits before patching. A distance is accepted up to PATCHED_TOLERANCE, or
+        up to ROUNDING_MARGIN times the largest distance that `run` accepted."""
         paged_logits = _paged_logits(self._model, self._probed, self._examples, self._border)
         for example, paged, expected in zip(self._examples, paged_logits, self._expected, strict=True):
             distance = _distance(paged, expected[-len(paged) :])
@@ -98,8 +103,8 @@ class SelfCheck:
 
 
 def thresholds(text: Any, max_lengths: int = 32) -> list[int]:
-    """The lengths that a configuration names, at which a model may begin to compute differently, ascending: the last
-    position and the smallest `max_lengths` others."""
+    """The lengths in a configuration at which a model may begin to compute differently, ascending: the last position,
+    and the smallest `max_lengths` of the others."""
     last = text.max_position_embeddings
     named = {
         value
@@ -119,7 +124,7 @@ def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _examples(text: Any, device: torch.device) -> list[Example]:
-    """Two examples from the first position on, which share a prefix; and for each threshold one example that ends at it
+    """Two examples that begin at the first position and share a prefix. For each threshold, one example that ends at it
     and one that crosses it."""
     generator = torch.Generator().manual_seed(0)
     last = text.max_position_embeddings
@@ -178,7 +183,8 @@ def _require_consistent(model: Any, examples: list[Example], expected: list[Tens
 
 @contextmanager
 def _own_cache(model: Any) -> Iterator[None]:
-    """Raise errors of transformers' own cache as `UnsupportedModel`: they do not come from kvferry's cache."""
+    """Raise errors of the body, which uses transformers' own cache, as `UnsupportedModel`: they do not come from
+    kvferry's cache."""
     try:
         yield
     except Exception as error:  # whatever a model's code raises
@@ -191,8 +197,8 @@ def _own_cache(model: Any) -> Iterator[None]:
 def _tolerated_distance(
     model: Any, example: Example, actual: Tensor, expected: Tensor, rounding: float = 0.0
 ) -> tuple[float, float]:
-    """The distance of logits from the last of the expected ones, and the max distance that could be rounding.
-    `rounding`: a distance that is known to be rounding."""
+    """The distance of logits [T, vocab] from the last T of the expected ones, and the maximum distance that could be
+    rounding. `rounding`: a distance that is known to be rounding."""
     distance, allowed = _distance(actual, expected[-len(actual) :]), TOLERANCE[expected.dtype]
     if not distance <= allowed:
         allowed = max(allowed, ROUNDING_MARGIN * max(rounding, _rounding(model, example, expected)))
@@ -222,7 +228,7 @@ def _logits(model: Any, example: Example, name: str) -> Tensor:
 
 
 def _cached_logits(model: Any, examples: list[Example]) -> list[Tensor]:
-    """Logits [T, vocab] of each example with the model's own cache, in chunks; none if it has no cache."""
+    """Logits [T, vocab] of each example with the model's own cache, in chunks. Empty if the model has no cache."""
     ids = torch.stack([example.ids for example in examples])
     positions = torch.stack([torch.arange(example.first, example.end, device=ids.device) for example in examples])
     takes = inspect.signature(model.forward).parameters
@@ -250,8 +256,8 @@ def _rounding(model: Any, example: Example, expected: Tensor) -> float:
 def _distance(actual: Tensor, expected: Tensor) -> float:
     """The distance between logits [T, vocab], relative to the spread of the expected ones.
 
-    In half precision, rounding may send a few tokens to another expert: so it is a quantile of the tokens' distances. A
-    wrong mask or position affects at least half of them.
+    In half precision, rounding may send a few tokens to another expert. So the distance is then a quantile of the
+    distances of the tokens: a wrong mask or position affects at least half of them.
     """
     spread = (expected - expected.mean()).double().norm(dim=-1).square().mean().sqrt().clamp(min=1e-12)
     distances = (actual - expected).double().norm(dim=-1) / spread

@@ -17,7 +17,7 @@ class FusedRMSNorm:
     """The forward method of an RMSNorm module."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, epsilon: float, *, round_first: bool) -> None:
-        """`weight` [size] multiplies the normalized row, which `round_first` rounds to `dtype` before that."""
+        """`weight` [size]: multiplies the normalized row. `round_first`: the row is rounded to `dtype` before that."""
         self._weight, self._dtype, self._is_half = weight.detach().float().contiguous(), dtype, dtype == torch.bfloat16
         self._epsilon, self._round_first = epsilon, round_first
         self._native = library()
@@ -38,7 +38,8 @@ class FusedRMSNorm:
         module.forward = self
 
     def call(self, x: int, out: int, *, heads: int = 1, row_stride: int) -> NormCall:
-        """A prepared call from address `x` to `out`, for rows or rows of heads; their number is set later."""
+        """Prepare a call of the kernel that reads at address `x` and writes at address `out`, for rows of `heads` heads
+        each. `row_stride`: distance of two rows, in elements. The number of rows is set later."""
         size = len(self._weight)
         strides = (row_stride, size)
         return NormCall(
@@ -54,7 +55,7 @@ class FusedRMSNorm:
         if size != len(self._weight):
             raise ValueError(f"this norm takes rows of {len(self._weight)}, got {size}")
         if x.ndim == 4 and x.shape[0] == 1 and x.stride(3) == 1 and x.dtype == self._dtype:
-            shape = (x.shape[1], x.shape[2], size, x.stride(1), x.stride(2))  # heads, maybe out of a wider row
+            shape = (x.shape[1], x.shape[2], size, x.stride(1), x.stride(2))  # heads, perhaps slices of wider rows
         else:
             x = x.to(self._dtype).contiguous()
             shape = (x.numel() // size, 1, size, size, size)

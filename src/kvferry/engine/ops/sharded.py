@@ -1,7 +1,8 @@
-"""Linear layers of one tensor-parallel rank, on plain local weights instead of transformers' DTensors.
+"""Linear layers of one tensor-parallel rank, with plain local weights instead of transformers' DTensors.
 
-The same arithmetic with the same collective operations, but each product is an ordinary `nn.Linear`, which `transform`
-packs for the CPU, and a call has no overhead of DTensor. Layers of other styles stay as transformers made them.
+They compute the same with the same collective operations. But each product is an ordinary `nn.Linear`, which
+`transform` packs for the CPU, and a call has no overhead of DTensor. Layers of other styles stay as transformers made
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 
 class SummedLinear(nn.Module):
-    """A share of the inputs on each rank, summed over all ranks: transformers' `rowwise`."""
+    """Each rank multiplies its share of the inputs, and the products are summed over all ranks: transformers'
+    `rowwise`."""
 
     bias: Tensor | None
 
@@ -32,9 +34,10 @@ class SummedLinear(nn.Module):
 
 
 def _summed(part: Tensor) -> Tensor:
-    """The sum over all ranks, with the same bits at any position of a row in the batch.
+    """The sum over all ranks. A row gives the same bits at any position in the batch.
 
-    A ring all-reduce adds in an order that depends on an element's position; for two ranks there is only one order.
+    A ring all-reduce adds in an order that depends on the position of an element. For two ranks there is only one
+    order.
     """
     if dist.get_world_size() <= 2:
         dist.all_reduce(part)
@@ -48,7 +51,8 @@ def _summed(part: Tensor) -> Tensor:
 
 
 class GatheredLinear(nn.Module):
-    """A share of the outputs on each rank, concatenated: transformers' `colwise_gather_output`."""
+    """Each rank computes its share of the outputs, and the shares are concatenated: transformers'
+    `colwise_gather_output`."""
 
     def __init__(self, shard: nn.Linear) -> None:
         super().__init__()
@@ -63,8 +67,8 @@ class GatheredLinear(nn.Module):
 
 
 def localize(model: Any) -> int:
-    """Replace the sharded linear layers of `model` that can be replaced. Returns their number. All ranks
-    call it together."""
+    """Replace the sharded linear layers of `model` that can be replaced. Returns their number. All ranks must call this
+    together."""
     count = 0
     for parent_name, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):

@@ -1,7 +1,7 @@
 """Adds drafts to the decoding sequences of a step (`speculation`), where a drafted token is likely to cost less than it
 saves.
 
-Owns the measured cost of steps and the counters of drafts; each sequence has its own index (`DraftState`). It does not
+Owns the measured cost of steps and the counters of drafts; each sequence has its own index (`DraftState`). Does not
 know how sequences are admitted or preempted.
 """
 
@@ -46,9 +46,9 @@ class Drafter:
         num_running: int,
         isolated: Callable[[Sequence], AbstractContextManager[None]],
     ) -> list[Chunk]:
-        """The chunks of a step with drafts, at most `max_tokens` in all, and in blocks that none of the `num_running`
-        sequences needs. `isolated`: a context in which an exception ends this sequence only, which then has no
-        chunk."""
+        """The chunks of a step, with drafts. The step has at most `max_tokens` tokens, and drafts use only blocks that
+        none of the `num_running` sequences needs. `isolated`: a context in which an exception ends only the sequence,
+        which then has no chunk."""
         budget = max_tokens - sum(chunk.num_tokens for chunk in chunks)
         cost_share, with_drafts = self._step_cost.share(len(chunks)), list[Chunk]()
         for chunk in chunks:

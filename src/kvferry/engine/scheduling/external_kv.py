@@ -1,8 +1,11 @@
-"""KV that is loaded from outside the engine, or held for a peer: the scheduler's interface to the connector.
+"""KV that is loaded from outside the engine, or held for the connector: the scheduler's interface to the connector.
 
-Owns the requests that wait for a load, the blocks held for peers, and the preemptions that the connector does not know
-yet. It does not know the queues, the token budget or the order of requests: it answers the scheduler, which acts on the
-answer.
+Owns the requests that wait for a load, the blocks held for the connector, and the preemptions that the connector does
+not know yet. It does not know the queues, the token budget or the order of requests: it answers the scheduler, which
+acts on the answer.
+
+Blocks are held after the end of their request: for a hand-off, while a load into them has not ended, or because the
+connector failed at the request's end.
 """
 
 from __future__ import annotations
@@ -42,10 +45,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ExternalKVStatistics:
-    """Gauges now and counters since the start."""
+    """Gauges, and counters since the start."""
 
     num_loading: int = gauge("kvferry:num_requests_loading", "Requests waiting for their KV, with blocks reserved.")
-    num_held: int = gauge("kvferry:num_hand_offs_held", "Hand-offs prefilled here and not yet fetched.")
+    num_held: int = gauge(
+        "kvferry:num_hand_offs_held",
+        "Requests whose KV blocks are held after their end, for hand-offs and for loads that have not ended.",
+    )
     num_external_hits: int = counter(
         "vllm:external_prefix_cache_hits", "Tokens whose KV was found through the connector."
     )
@@ -55,10 +61,10 @@ class ExternalKVStatistics:
 
 
 class ExternalKV:
-    """Calls the connector for the scheduler; without a connector there is nothing to load or to hold.
+    """Calls the connector for the scheduler. Without a connector, nothing is loaded or held.
 
-    The connector's exceptions pass through, except where a docstring says otherwise: the scheduler knows the request.
-    `fail_on_lost_hand_off`: the failure policy is `fail`.
+    Unless a docstring says otherwise, the connector's exceptions pass through to the scheduler, which knows the
+    request. `fail_on_lost_hand_off`: a failed load ends its request (`kv_load_failure_policy` is `fail`).
     """
 
     def __init__(
@@ -78,7 +84,7 @@ class ExternalKV:
     # Before a request runs.
 
     def promised_result(self, sequence: Sequence) -> PrefillResult | None:
-        """The producer's result, if the ticket is trusted and is for exactly this prompt."""
+        """The result of P's prefill in the ticket; None unless the ticket is trusted and is for exactly this prompt."""
         hand_off = sequence.hand_off
         if not isinstance(hand_off, Consume) or not hand_off.ticket.is_of(sequence.prompt_token_ids, sequence.salt):
             return None
@@ -92,8 +98,8 @@ class ExternalKV:
             self._connector.arrived(sequence)
 
     def match(self, sequence: Sequence, num_cached_tokens: int) -> Match:
-        """The KV that can be loaded beyond the first `num_cached_tokens` of the prompt (vLLM's
-        `get_num_new_matched_tokens`). After a `Miss` the connector is not called again."""
+        """The KV that can be loaded after the first `num_cached_tokens` tokens of the prompt (vLLM's
+        `get_num_new_matched_tokens`). After a `Miss`, the connector is not called again for the sequence."""
         if self._connector is None or sequence.load.is_settled or not sequence.reuses_prefix:
             return Miss()
         if not sequence.can_use_remote_kv():
@@ -104,9 +110,10 @@ class ExternalKV:
         return match
 
     def failure_of(self, sequence: Sequence, error: KvferryError) -> HandOffFailed | None:
-        """Count a failed load. Returns the error with which the failure policy ends the request; None: recompute.
+        """Count a failed load, and apply the failure policy. Returns the error with which the request ends; None: the
+        KV is computed here.
 
-        A prefill that would have fetched an earlier turn's KV is always recomputed: the hand-off only saves it work.
+        A prefill that was to fetch the KV of an earlier turn is always computed: that KV would only have saved work.
         """
         kind = type(error).__name__
         self._counters.num_load_failures[kind] = self._counters.num_load_failures.get(kind, 0) + 1
@@ -116,16 +123,17 @@ class ExternalKV:
         return HandOffFailed(f"the KV of this request could not be loaded: {error}")
 
     def make_room(self, num_blocks: int) -> None:
-        """Have the connector release held blocks, because a request waits for `num_blocks` more. They become free some
-        steps later."""
+        """Ask the connector to release held blocks, because a request waits for `num_blocks` more. Blocks become free
+        some steps later."""
         if self._hands_off is not None:
             self._hands_off.make_room(num_blocks)
 
     # Loads.
 
     def begin_load(self, sequence: Sequence, num_cached: int, hit: Hit) -> bool:
-        """Begin to load a hit into the sequence's blocks. Returns True if the sequence runs at once, because it loads
-        layer by layer or computes the tokens before a meeting point; False if it waits for its KV."""
+        """Begin to load a hit into the sequence's blocks. Returns True if the sequence runs at once, because its KV is
+        loaded layer by layer, or because it computes the tokens before a meeting point while the later ones are loaded.
+        False: it waits for its KV."""
         assert self._connector is not None, "only a connector has hits"
         self._connector.allocated(sequence, tuple(sequence.block_ids), num_cached, hit)
         self._counters.num_external_hits += hit.num_tokens - hit.num_computed_meanwhile
@@ -145,8 +153,8 @@ class ExternalKV:
         return hit.layerwise or sequence.load.meeting is not None
 
     def meet(self, sequence: Sequence) -> int | None:
-        """The number of tokens with KV if everything before the meeting point is computed and everything behind it
-        loaded; else None, and a sequence that has computed its part waits for the load."""
+        """The number of tokens with KV, if all tokens before the meeting point are computed and all later ones loaded.
+        Otherwise None; if only the load is missing, the sequence now waits for it."""
         meeting = sequence.load.meeting
         assert meeting is not None, "only before a meeting"
         if sequence.num_computed_tokens < meeting.first:
@@ -159,8 +167,8 @@ class ExternalKV:
         return None
 
     def end_load(self, sequence: Sequence, num_tokens: int | None) -> int | None:
-        """Record that a load brought the KV of the first `num_tokens` (None: all promised ones). Returns the number
-        of tokens with KV; None: the sequence did not wait for the load, and continues to run."""
+        """Record that a load has ended, with the KV of the first `num_tokens` tokens (None: of all promised ones).
+        Returns the number of tokens with KV; None: the sequence did not wait for the load, and continues to run."""
         sequence.request.timeline.stamp("transfer_done", self._clock.wall())
         if (meeting := sequence.load.meeting) is not None:
             sequence.load.is_settled = meeting.is_loaded = True
@@ -172,8 +180,8 @@ class ExternalKV:
 
     @staticmethod
     def settled(chunks: Iterable[Chunk], report: TransferReport) -> TransferReport:
-        """The report with layerwise loads of this step marked as failed if they are incomplete or missing: the step has
-        used their KV. All other events stay unchanged."""
+        """The report, in which layerwise loads of this step are marked as failed if they are incomplete or missing,
+        because the step has used their KV. All other events stay unchanged."""
         promised = {
             chunk.sequence.request_id: chunk.start for chunk in chunks if chunk.sequence.load.layerwise_base is not None
         }
@@ -183,21 +191,21 @@ class ExternalKV:
         return [*settled, *(Failed(request_id, missing) for request_id in promised if request_id not in reported)]
 
     def abandon_load(self, sequence: Sequence) -> None:
-        """End a failed or cancelled load: the sequence is back at the KV that it had before."""
+        """End a failed or cancelled load. The sequence has the KV that it had before the load."""
         sequence.load.is_settled, sequence.load.meeting = True, None
         self._loading.pop(sequence.request_id, None)
         if sequence.load.layerwise_base is not None:
             sequence.num_computed_tokens, sequence.load.layerwise_base = sequence.load.layerwise_base, None
 
     def hold_blocks(self, sequence: Sequence, name: str) -> None:
-        """Hold the blocks of a sequence whose load does not end, until the connector reports `Released` for this
-        name."""
+        """Hold the blocks of a sequence whose load does not end, until the connector reports `Released` with this
+        `name`, which is usually the request's id."""
         self._held[name], sequence.block_ids = sequence.block_ids, []
 
     # Plans and reports.
 
     def preempted(self, sequence: Sequence) -> None:
-        """Record that the sequence's blocks were released; the connector gets it with the next plan."""
+        """Record that the sequence's blocks were released. The connector learns this with the next plan."""
         self._preempted.append(sequence)
 
     def plan(self, chunks: Iterable[Chunk]) -> StepPlan | None:
@@ -210,8 +218,8 @@ class ExternalKV:
         return plan
 
     def plan_between_steps(self) -> StepPlan | None:
-        """The plan for newly held blocks, which the worker sides execute at once, so that a consumer need not wait for
-        another step. None: nothing to do. A plan that fails is logged; the next step plans as always."""
+        """The plan for newly held blocks. The worker sides execute it at once, so that a consumer need not wait for the
+        next step. None: nothing to do. If the connector raises, this is logged, and the next step plans as always."""
         if self._connector is None or not self._has_new_hold:
             return None
         self._has_new_hold = False
@@ -222,7 +230,7 @@ class ExternalKV:
             return None
 
     def released(self, request_id: str) -> None:
-        """Release the blocks held for this request, if any."""
+        """Release the blocks that are held under this id, if any."""
         self._pool.release(self._held.pop(request_id, []))
 
     def completed(self, report: TransferReport) -> None:
@@ -247,8 +255,8 @@ class ExternalKV:
 
     @staticmethod
     def _finish_with_retry(connector: SchedulerSide[StepPlan], sequence: Sequence, blocks: tuple[int, ...]) -> Finish:
-        """The connector's `finish`, retried once. If it raises twice, the blocks are held for good, because a transfer
-        may still read or write them."""
+        """Call the connector's `finish`, a second time if it raises. If it raises twice, the blocks are held forever,
+        because a transfer may still read or write them."""
         try:
             return connector.finish(sequence, blocks)
         except Exception:
@@ -257,7 +265,7 @@ class ExternalKV:
             return connector.finish(sequence, blocks)
         except Exception:
             log.exception(
-                "%d KV blocks of request %s are never reused, because the connector failed twice",
+                "%d KV blocks of request %s will never be reused, because the connector failed twice",
                 len(blocks),
                 sequence.request_id,
             )
@@ -267,7 +275,7 @@ class ExternalKV:
     def _view(chunk: Chunk) -> ScheduledChunk:
         return ScheduledChunk(chunk.sequence, chunk.start, chunk.num_tokens, tuple(chunk.sequence.block_ids))
 
-    # Insight.
+    # Inspection.
 
     @property
     def has_work(self) -> bool:
@@ -280,12 +288,12 @@ class ExternalKV:
         return len(self._loading)
 
     def holds(self, request_id: str) -> bool:
-        """True if blocks of this request are held."""
+        """True if blocks are held under this id."""
         return request_id in self._held
 
     @property
     def held_blocks(self) -> set[int]:
-        """All blocks held for peers."""
+        """Ids of all blocks that are held for the connector."""
         return set().union(*self._held.values())
 
     def statistics(self) -> ExternalKVStatistics:
@@ -296,7 +304,8 @@ class ExternalKV:
         )
 
     def check(self) -> None:
-        """Raise `LeakError` if a resource is still held. Call it when no request is left."""
+        """Raise `LeakError` if a request still waits for a load or, unless blocks are held, if the connector's
+        scheduler side still has a resource. Call this when no request is left."""
         if self._loading:
             raise LeakError(f"{len(self._loading)} requests that have ended still wait for their KV")
         if not self._held:
@@ -316,6 +325,6 @@ def _complete_or_failed(event: TransferEvent, promised: Mapping[str, int]) -> Tr
 
 
 def _reached(num_computed: int, num_tokens: int | None, num_promised: int) -> int:
-    """Number of tokens with KV after a load that brought the first `num_tokens` (None: all promised ones), for a
-    sequence with `num_computed`. There are no blocks for more than `num_promised`."""
+    """Number of tokens with KV after a load of the first `num_tokens` (None: of all promised ones), for a sequence that
+    had `num_computed`. The sequence has blocks for at most `num_promised`."""
     return num_promised if num_tokens is None else max(num_computed, min(num_tokens, num_promised))

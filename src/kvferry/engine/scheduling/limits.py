@@ -1,4 +1,4 @@
-"""The bounds of a scheduler: they refuse requests that can never run, and end answers."""
+"""The bounds of a scheduler. By them, requests that can never run are refused, and answers end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.engine.scheduling.speculation import SpeculativeConfig
 @dataclass(frozen=True)
 class SchedulerLimits:
     """Bounds of a scheduler, in tokens and sequences. `itl_target_s`: as in `EngineConfig`. `trained_context`: a
-    sequence that grows beyond it is computed again, since the model then computes all of its KV differently; None if
+    sequence that grows beyond it is computed again, since the model then computes all of its KV differently; None:
     there is no such length."""
 
     block_size: int
@@ -29,8 +29,8 @@ class SchedulerLimits:
     speculation: SpeculativeConfig | None = None
 
     def require_runnable(self, request: Request, capacity: int) -> None:
-        """Raise `InvalidRequest` when a request can never run, however long it waits. `capacity`: the KV cache's, in
-        tokens."""
+        """Raise `InvalidRequest` if a request can never run, however long it waits. `capacity`: capacity of the KV
+        cache, in tokens."""
         num_prompt = len(request.prompt_token_ids)
         if num_prompt == 0:
             raise InvalidRequest("the prompt is empty", param="prompt")

@@ -17,11 +17,11 @@ Key = TypeVar("Key", tuple[int, int], float)
 
 
 class RemovableHeap(Generic[Key]):
-    """Sequences by a key, the lowest first. Removal takes no search: the entry becomes stale, and is dropped when it
-    comes to the top, or together with all others when most entries are stale."""
+    """Sequences by a key, the lowest first. Removal needs no search: the entry becomes stale. A stale entry is dropped
+    when it comes to the top, or together with all stale entries when most are stale."""
 
     MIN_STALE = 64
-    """Number of stale entries that is always allowed."""
+    """Number of stale entries that are always allowed."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Key, int]] = []
@@ -49,7 +49,7 @@ class RemovableHeap(Generic[Key]):
                 return sequence
 
     def first_key(self) -> Key | None:
-        """The lowest key; None if it is empty."""
+        """The lowest key; None: the heap is empty."""
         while self._entries and self._entries[0][1] not in self._members:
             heapq.heappop(self._entries)
         return self._entries[0][0] if self._entries else None
@@ -78,7 +78,7 @@ class SequenceQueues:
 
     @property
     def num_running(self) -> int:
-        """Number of sequences that run."""
+        """Number of running sequences."""
         return len(self._running)
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -96,7 +96,7 @@ class SequenceQueues:
             self._waiting.push(sequence.rank, sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """Add it to the running sequences. It must be in neither queue."""
+        """Add a sequence to the running ones. It must be in neither queue."""
         sequence.status = Status.RUNNING
         self._running.append(sequence)
 
@@ -106,8 +106,8 @@ class SequenceQueues:
         return list(self._running)
 
     def select_victim(self, scheduled: Collection[str]) -> Sequence:
-        """The least urgent running sequence, to preempt it: not one of the request ids in `scheduled`, nor one with a
-        load in progress. There must be one."""
+        """The least urgent running sequence, to preempt it. Excludes the request ids in `scheduled` and sequences with
+        a load in progress. There must be one."""
         return max(
             (
                 sequence
@@ -133,7 +133,7 @@ class SequenceQueues:
     # Deadlines.
 
     def add_deadline(self, sequence: Sequence, deadline: float) -> None:
-        """Set the deadline (s, monotonic) of a new sequence, which holds in any status."""
+        """Set the deadline of a new sequence, in seconds of the monotonic clock. It applies in any status."""
         self._deadlines.push(deadline, sequence)
 
     def take_expired(self, now: float) -> list[Sequence]:

@@ -72,11 +72,12 @@ class SchedulerStatistics:
     """Requests in the queue; requests that wait for their KV are in `ExternalKVStatistics.num_loading`."""
     num_preemptions: int = counter("vllm:num_preemptions", "Requests that were preempted because blocks ran out.")
     num_recomputed: int = counter(
-        "kvferry:num_recomputed", "Requests that grew beyond the trained context and were computed again."
+        "kvferry:num_recomputed",
+        "Requests computed again because their KV was of the other side of the trained context.",
     )
     num_tokens_not_adopted: int = counter(
         "kvferry:first_tokens_not_adopted",
-        "Hand-offs whose first token was sampled again by D: another model or other sampling parameters had drawn it.",
+        "Hand-offs whose first token D sampled again, because P had another model or other sampling parameters.",
     )
     drafts: DraftStatistics = field(default_factory=DraftStatistics)
     num_prefix_queries: int = counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
@@ -84,7 +85,8 @@ class SchedulerStatistics:
 
 
 class _Isolated:
-    """Ends only one sequence if the body raises. A class, because it is entered for each chunk of each step."""
+    """A context manager: if the body raises, only one sequence ends. A class rather than a generator with
+    `@contextmanager`, which is slower: it is entered for each chunk of each step."""
 
     __slots__ = ("_scheduler", "_sequence")
 
@@ -128,7 +130,8 @@ class Scheduler:
         self._order = 0
         self._counters = SchedulerStatistics()
         self.num_faults = 0
-        """Number of unexpected exceptions; the engine calls `audit` after a step that had one."""
+        """Grows with each failure of a step or a request. The engine calls `audit` after a step in which it has
+        grown."""
 
     # Adding and aborting requests.
 
@@ -202,7 +205,8 @@ class Scheduler:
             return Step([])
 
     def _num_decoding(self) -> int:
-        """Number of sequences that get the next token of their answer in this step."""
+        """Number of sequences that get the next token of their answer in this step. 0 without an `itl_target_s`,
+        because only that needs it."""
         if self.limits.itl_target_s is None:
             return 0
         running = self._queues.running()
@@ -218,8 +222,8 @@ class Scheduler:
                 self.drafter.step_took(step.num_tokens, seconds)
 
     def decoding(self) -> list[Sequence]:
-        """All running sequences, if each has one token to compute and no request waits, else none: until the next
-        event, all steps are the same, which a simulation exploits."""
+        """For simulations: the running sequences, if all of them only decode and no request waits, so that all steps
+        until the next event are alike. Otherwise, an empty list."""
         running = [] if self._queues.num_waiting else self._queues.running()
         return (
             running
@@ -232,14 +236,15 @@ class Scheduler:
         return self.external.plan_between_steps()
 
     def settled(self, chunks: list[Chunk], report: TransferReport) -> TransferReport:
-        """The report with the step's layerwise loads marked as failed if they are not complete."""
+        """The report, in which layerwise loads of the step that are not complete are marked as failed."""
         return self.external.settled(chunks, report)
 
     def update(
         self, step: Step, sampled: Mapping[str, Rows[SampledToken]], failed: Mapping[str, KvferryError] = NONE_FAILED
     ) -> None:
-        """Record the computed and sampled tokens of a step. `failed`: requests whose load failed during the step; their
-        failures are also in the report for `transferred`, which is called afterwards."""
+        """Record the computed and sampled tokens of a step. `sampled`: new tokens by request id. `failed`: errors of
+        requests whose load failed during the step, by request id. These are also in the report for `transferred`, which
+        is called afterwards."""
         for chunk in step.chunks:
             if chunk.sequence.status is Status.RUNNING:
                 with self._isolated(chunk.sequence):
@@ -302,7 +307,8 @@ class Scheduler:
         return not (self._sequences or self.external.held_blocks)
 
     def check(self) -> None:
-        """Raise `LeakError` if no request is left, but a resource is still held."""
+        """Raise `LeakError` if no request is left but resources are still in use. Does nothing while there are
+        requests."""
         if self._sequences:
             return
         self._queues.check()
@@ -331,8 +337,8 @@ class Scheduler:
         self._queues.requeue(skipped)
 
     def _try_admission(self, sequence: Sequence) -> Match | None:
-        """The connector's match. Unless it is `Pending`, the sequence now runs, loads or has ended. None: there are not
-        enough blocks."""
+        """Try to start a waiting sequence. Returns the connector's match; unless it is `Pending`, the sequence now
+        runs, loads or has ended. None: there are not enough free blocks."""
         cached, match = self._match(sequence)
         if (
             isinstance(match, Pending) or sequence.finish_reason is not None
@@ -345,6 +351,7 @@ class Scheduler:
         limits = self.limits
         longest = min(-(-limits.max_model_len // limits.block_size), self.pool.num_blocks)
         num_slots = limits.max_num_seqs - self._queues.num_running - self.external.num_loading
+        # One place is left free for a request that computes all of its KV.
         return num_slots > 1 and self.pool.num_free - num_blocks >= max(longest, self.pool.num_blocks // 2)
 
     def _match(self, sequence: Sequence) -> tuple[list[int], Match]:
@@ -408,8 +415,8 @@ class Scheduler:
         return num_tokens
 
     def _preempt_for(self, sequence: Sequence, num_blocks: int, chunks: list[Chunk]) -> bool:
-        """Preempt the least urgent sequences until `num_blocks` blocks are free. Returns False if `sequence` was one of
-        them."""
+        """Preempt the least urgent sequences until `num_blocks` blocks are free. Returns False if `sequence` itself was
+        preempted."""
         scheduled = {chunk.sequence.request_id for chunk in chunks}
         while num_blocks > self.pool.num_free:
             victim = self._queues.select_victim(scheduled)
@@ -460,8 +467,8 @@ class Scheduler:
         self._append(sequence, sampled[0])
         for token in sampled[1:]:
             if sequence.status is not Status.RUNNING:
-                return  # it has ended, or all of its KV is computed again
-            sequence.num_computed_tokens += 1  # the token before, which was drafted
+                return  # it has ended, or was preempted
+            sequence.num_computed_tokens += 1  # the previous token, which was drafted
             self._blocks.publish(sequence)
             self._append(sequence, token)
         if chunk.draft and sequence.status is Status.RUNNING:
@@ -532,7 +539,7 @@ class Scheduler:
         return _Isolated(self, sequence)
 
     def fail_unexpected(self, sequence: Sequence, error: Exception) -> None:
-        """End a sequence, and no other, because of an exception in its part of a step."""
+        """End a sequence because of an unexpected exception in its part of a step. Other sequences continue."""
         log.error("request %s failed unexpectedly", sequence.request_id, exc_info=error)
         self._fail(sequence, error)
 
@@ -546,8 +553,8 @@ class Scheduler:
         self._finish(sequence, "error", error=named)
 
     def audit(self) -> None:
-        """Raise `LeakError` unless the blocks in use are exactly the sequences' and the held ones, and all tokens of
-        published blocks are computed."""
+        """Raise `LeakError` unless the blocks in use are exactly the blocks of sequences and the held ones, and all
+        tokens of blocks in the prefix cache are computed."""
         used = {block for sequence in self._sequences.values() for block in sequence.block_ids}
         self.pool.check(num_held=len(used | self.external.held_blocks))
         for sequence in self._sequences.values():
@@ -556,9 +563,9 @@ class Scheduler:
     # Hand-offs and loads.
 
     def _adopt(self, sequence: Sequence, result: PrefillResult) -> None:
-        """Use the prefill instance's first token as the first of the answer, before the KV has arrived. A token that
-        another model or other sampling parameters drew, or whose id is outside of the vocabulary, is ignored, and the
-        token is sampled by this instance."""
+        """Use the first token that P sampled as the first of the answer, before the KV has arrived. The token is
+        ignored if P has another model or other sampling parameters, or if its id is outside of the vocabulary. This
+        instance then samples the first token itself."""
         if result.drawn_by != self._drawn_by(sequence):
             self._refuse_token(sequence)
             return
@@ -575,9 +582,9 @@ class Scheduler:
         self._counters.num_tokens_not_adopted += 1
         if self._counters.num_tokens_not_adopted == 1:
             log.warning(
-                "request %s: another model, or other sampling parameters, drew the first token of its hand-off; it is"
-                " sampled again, as others will be (kvferry:first_tokens_not_adopted). Give all instances the same"
-                " checkpoint with the same generation_config.json, and both legs the same request",
+                "request %s: P sampled the first token with another model or other sampling parameters, so it is"
+                " sampled again. Further requests are counted only (kvferry:first_tokens_not_adopted). Give all"
+                " instances the same checkpoint with the same generation_config.json, and both legs the same request",
                 sequence.request_id,
             )
 
@@ -598,7 +605,8 @@ class Scheduler:
         self._start_running(sequence)
 
     def _meet(self, sequence: Sequence) -> None:
-        """Continue after the loaded tokens, or wait for them, if everything before the meeting point is computed."""
+        """Called when a sequence has computed tokens while its later tokens are loaded. If all tokens before the loaded
+        ones (the meeting point) are computed, continue after the loaded tokens, or wait for them."""
         reached = self.external.meet(sequence)
         if sequence.status is Status.LOADING:
             self._queues.stop(sequence)
@@ -606,7 +614,7 @@ class Scheduler:
             self._on_kv_available(sequence, reached)
 
     def _on_kv_available(self, sequence: Sequence, num_tokens: int) -> None:
-        """Record that a load has brought the KV of the first `num_tokens`."""
+        """Record that the KV of the first `num_tokens` tokens is there because of a load."""
         before = sequence.num_computed_tokens
         sequence.num_computed_tokens = min(num_tokens, len(sequence.tokens) - 1)
         self._count_loaded(sequence, sequence.num_computed_tokens - before)

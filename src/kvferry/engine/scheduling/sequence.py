@@ -14,7 +14,7 @@ from kvferry.engine.scheduling.speculation import DraftState
 
 
 class Status(Enum):
-    """The status of a sequence. Only RUNNING ones are scheduled."""
+    """The status of a sequence. Only RUNNING sequences are scheduled."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -24,7 +24,8 @@ class Status(Enum):
 
 @dataclass(slots=True)
 class LoadMeetingPoint:
-    """KV of tokens `[first, last)` is loaded while the tokens before are computed. `is_loaded`: it has arrived."""
+    """The KV of tokens `[first, last)` is loaded while the tokens before `first` are computed. `is_loaded`: the KV has
+    arrived."""
 
     first: int
     last: int
@@ -33,11 +34,11 @@ class LoadMeetingPoint:
 
 @dataclass(slots=True)
 class LoadState:
-    """The state of a sequence's load through the connector. `is_settled`: nothing (more) will be loaded, and missing KV
-    is computed. `target`: while LOADING, the number of tokens with KV once it has arrived. `layerwise_base`: during a
-    layerwise load, the computed tokens to fall back to if it fails. `meeting`: set while the sequence's end is loaded
-    and its beginning computed. `refuses_result`: the producer's first token is not used, because this instance would
-    have drawn it differently."""
+    """The state of a sequence's load through the connector. `is_settled`: nothing more will be loaded, and missing KV
+    is computed. `target`: while LOADING, the number of tokens with KV after the load. `layerwise_base`: during a
+    layerwise load, the number of computed tokens before it, to which the sequence goes back if the load fails.
+    `meeting`: set while the sequence's beginning is computed and later tokens are loaded. `refuses_result`: the first
+    token of P is not used, because P has another model or other sampling parameters."""
 
     is_settled: bool = False
     target: int = 0
@@ -47,8 +48,8 @@ class LoadState:
 
 
 class BlockHashChain:
-    """The hashes of a sequence's full blocks, and the number of these blocks in the prefix cache. Beyond
-    `trained_context` tokens the same tokens have other KV, and so other hashes."""
+    """The hashes of a sequence's full blocks, and the number of these blocks in the prefix cache. In a sequence longer
+    than `trained_context`, the same tokens have other KV, and so other hashes."""
 
     __slots__ = (
         "_hashes",
@@ -70,7 +71,7 @@ class BlockHashChain:
         self._root = root_hash(model, salt)
 
     def is_long(self, num_tokens: int) -> bool:
-        """True if a sequence of `num_tokens` is beyond the trained context."""
+        """True if a sequence of `num_tokens` is longer than the trained context."""
         return self.trained_context is not None and num_tokens > self.trained_context
 
     def extend(self, tokens: Tokens[int]) -> list[BlockHash]:
@@ -85,8 +86,8 @@ class BlockHashChain:
 class Sequence:
     """A request and its progress. Satisfies `connectors.api.RequestView`.
 
-    `num_computed_tokens` tokens have their KV in `block_ids`. The *known* tokens are the prompt and the answer so
-    far; the last known token's KV is computed when it is the input of the next step.
+    `num_computed_tokens` tokens have their KV in `block_ids`. The *known* tokens are the prompt and the answer so far;
+    the KV of the last known token is computed when the token is the input of the next step.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        """The seed of all its draws: from the prefill instance, else from the request."""
+        """The seed of all its random numbers: from P's result, or else from the request."""
         result = self.prefill_result
         return result.seed if result is not None and result.seed is not None else self.request.sampling.seed or 0
 
@@ -173,12 +174,13 @@ class Sequence:
 
     @property
     def is_long(self) -> bool:
-        """True if the sequence is beyond the trained context, where the model computes all of its KV differently."""
+        """True if the sequence is longer than the trained context, so that the model computes all of its KV
+        differently."""
         return self.hash_chain.is_long(len(self.tokens))
 
     def can_use_remote_kv(self, num_tokens: int | None = None) -> bool:
         """True if this sequence can use the KV that the other side of a hand-off computed for `num_tokens` (None: the
-        number in its ticket): both are within the trained context, or both beyond."""
+        number in its ticket): the sequence and these tokens are both within the trained context, or both longer."""
         match self.hand_off:
             case Consume(ticket=ticket) | Produce(source=Ticket() as ticket):
                 offered = num_tokens or ticket.remote_num_tokens or self.num_prompt_tokens
@@ -198,7 +200,8 @@ class Sequence:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Number of known tokens whose KV is yet to be computed; before a meeting point, only those before it."""
+        """Number of known tokens whose KV is yet to be computed; while there is a meeting point, only of the tokens
+        before it."""
         meeting = self.load.meeting
         return (len(self.tokens) if meeting is None else meeting.first) - self.num_computed_tokens
 
@@ -213,11 +216,11 @@ class Sequence:
         return self.request.sampling.prompt_logprobs is None
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.hash_chain.block_size)
 
     def adopt(self, result: PrefillResult) -> None:
-        """Adopt the prefill instance's result."""
+        """Use the result of the prefill instance: its seed, its number of cached tokens and its timeline."""
         self.prefill_result = result
         self.request.timeline.adopt(result.timeline)
         self.num_cached_tokens = result.num_cached_tokens

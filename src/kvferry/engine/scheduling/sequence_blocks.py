@@ -1,7 +1,8 @@
-"""Moves blocks between the block pool and sequences: allocates, reuses from the prefix cache, caches, releases.
+"""Moves blocks between the block pool and sequences: allocates them, takes them from the prefix cache, caches and
+releases them.
 
-Owns nothing: the pool has the reference counts, and each sequence its block ids. It does not know queues,
-budgets or connectors.
+Owns no state: the pool has the reference counts, and each sequence has its block ids. Does not know queues, budgets or
+connectors. The known tokens of a sequence are its prompt and the tokens that were sampled so far.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ class SequenceBlocks:
         self._block_size = block_size
 
     def cached(self, sequence: Sequence) -> list[int]:
-        """Ids of cached blocks for the sequence's first tokens, with at least one token left to compute. Their
-        reference counts stay unchanged."""
+        """Ids of the cached blocks that have the sequence's first tokens. At least one token is left to compute. The
+        blocks' reference counts do not change."""
         reusable = sequence.hashes() if sequence.reuses_prefix else []
-        # At least one known token must be computed: its logits give the next one.
+        # At least one known token must be computed: its logits give the next token.
         usable = (len(sequence.tokens) - 1) // self._block_size
         return self._pool.match(reusable[:usable])
 
     def reserve(self, sequence: Sequence, cached: list[int]) -> bool:
-        """Allocate blocks for all known tokens of the sequence; `cached` are the first ones. So a sequence only begins
-        if its prompt fits. False: there are not enough free blocks, and nothing was allocated."""
+        """Allocate blocks for all known tokens of the sequence, so that a sequence begins only if its prompt fits.
+        `cached`: ids of the first blocks, from `cached()`. False: there are not enough free blocks, and none was
+        allocated."""
         if self.num_blocks_missing(sequence, cached) > 0:
             return False
         self._pool.acquire(cached)
@@ -39,12 +41,12 @@ class SequenceBlocks:
         return True
 
     def num_blocks_missing(self, sequence: Sequence, cached: list[int]) -> int:
-        """Number of free blocks that `reserve` lacks; 0 or less: none."""
+        """Number of blocks that must become free before `reserve` succeeds; 0 or less: none."""
         num_needed = sequence.num_blocks_for(len(sequence.tokens)) - len(cached)
         return num_needed - self._pool.num_free_after_acquiring(cached)
 
     def num_blocks_needed(self, sequence: Sequence, num_tokens: int) -> int:
-        """Number of blocks that the sequence lacks to compute `num_tokens` more tokens; 0 or less: none."""
+        """Number of further blocks that the sequence needs to compute `num_tokens` more tokens; 0 or less: none."""
         return sequence.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids)
 
     def extend(self, sequence: Sequence, num_blocks: int) -> None:
@@ -52,21 +54,21 @@ class SequenceBlocks:
         sequence.block_ids += self._pool.allocate(num_blocks)
 
     def trim(self, sequence: Sequence) -> None:
-        """Release the blocks beyond all known tokens, which a draft had."""
+        """Release the blocks after the last known token: only drafted tokens that were rejected needed them."""
         first = sequence.num_blocks_for(len(sequence.tokens))
         if len(sequence.block_ids) > first:
             self._pool.release(sequence.block_ids[first:])
             del sequence.block_ids[first:]
 
     def release_all(self, sequence: Sequence) -> None:
-        """Release all of the sequence's blocks; it begins again from its first token."""
+        """Release all blocks of the sequence, which begins again from its first token."""
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed_tokens = sequence.hash_chain.num_published = 0
 
     def publish(self, sequence: Sequence) -> None:
-        """Put the sequence's newly full blocks into the prefix cache. A KV event is reported for each, unless the
-        request has a `cache_salt` or the sequence is beyond the trained context."""
+        """Put the blocks of the sequence that have become full into the prefix cache. Reports a KV event for each,
+        unless the request has a `cache_salt` or the sequence is longer than the trained context."""
         num_published = sequence.hash_chain.num_published
         if sequence.num_computed_tokens // self._block_size <= num_published:
             return
@@ -81,8 +83,8 @@ class SequenceBlocks:
         sequence.hash_chain.num_published = max(num_full, num_published)
 
     def check(self, sequence: Sequence) -> None:
-        """Raise `LeakError` if a block of the sequence is in the prefix cache before all of its tokens have their
-        KV."""
+        """Raise `LeakError` if a block of the sequence is in the prefix cache although the KV of some of its tokens is
+        not computed."""
         published, computed = sequence.hash_chain.num_published * self._block_size, sequence.num_computed_tokens
         if published > computed:
             raise LeakError(f"request {sequence.request_id}: {published} tokens are cached, {computed} are computed")

@@ -1,8 +1,8 @@
 """Speculative decoding by prompt lookup: the tokens that followed the same tokens earlier in a sequence are its draft.
 
-A step computes a sequence's last token and its draft; what the sampler would have drawn without a draft is drawn at
-each position, until a token differs from the draft. So the answer is the same, and only the number of steps is smaller.
-It needs no second model, and nothing from the instance that computed the prompt.
+A step computes a sequence's last token and its draft. At each position, the sampler samples the same token as without a
+draft, until a token differs from the draft. So the answer is the same, and only the number of steps is smaller. This
+needs no second model, and nothing from the instance that computed the prompt.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _FLAG = "--speculative-config"
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of `--speculative-config`, with vLLM's names. `prompt_lookup_min`, `prompt_lookup_max`: fewest tokens
-    that have to be the same, and the most that are compared."""
+    """The options of `--speculative-config`, with vLLM's names. `prompt_lookup_min`, `prompt_lookup_max`: minimum
+    number of tokens that must be equal, and maximum number that are compared."""
 
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)]
     method: Literal["ngram"] = "ngram"
@@ -44,24 +44,24 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptLookup:
-    """An index of one sequence's tokens, which only grow: about 100 bytes a token."""
+    """An index of the tokens of one sequence, to which tokens are only added. Takes about 100 bytes per token."""
 
     max_candidates = 8
-    """Earlier places that are compared; the latest first."""
+    """Maximum number of earlier places that are compared, the latest first."""
 
     __slots__ = ("_latest", "_max", "_min", "_num_indexed", "_previous")
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._min, self._max = config.prompt_lookup_min, config.prompt_lookup_max
         self._latest: dict[tuple[int, ...], int] = {}
-        """By the first tokens compared: where the text after them begins, the latest time that it did."""
+        """By the tokens that are compared first: the position after their latest occurrence."""
         self._previous: list[int] = []
-        """For each such place: the one before it after the same tokens; -1: none."""
+        """For each such position: the position after the previous occurrence of the same tokens; -1: there is none."""
         self._num_indexed = 0
 
     def draft(self, tokens: Tokens[int], num_tokens: int) -> list[int]:
-        """The tokens that followed the last ones the last time that they occurred, at most `num_tokens`; empty: they
-        are new. A text that repeats itself is continued so."""
+        """The tokens that followed the latest earlier occurrence of the last tokens, at most `num_tokens`. Empty: there
+        is no earlier occurrence. This continues a text that repeats itself."""
         self._index(tokens)
         begin = self._longest_match(tokens)
         if begin < 0:
@@ -105,7 +105,7 @@ class StepCost:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Record a step; one that took no time, as in simulations, is ignored."""
+        """Record a step. A step that took no time, as in simulations, is ignored."""
         if seconds <= 0.0:
             return
         for name, value in (
@@ -118,8 +118,8 @@ class StepCost:
             setattr(self, name, self.memory * getattr(self, name) + value)
 
     def share(self, num_sequences: int) -> float:
-        """Time of one more token, divided by the time that a step of so many sequences takes for each of its tokens,
-        0 to 1: a token that is drafted pays if it is accepted more often. 0: not known yet."""
+        """The time of one more token, divided by the time per token of a step with this number of sequences; from 0 to
+        1. A draft is worthwhile if its tokens are accepted with a higher probability. 0: not known yet."""
         if not self._weight:
             return 0.0
         mean_tokens, mean_seconds = self._tokens / self._weight, self._seconds / self._weight
@@ -137,7 +137,8 @@ class DraftState:
     new_share = 0.2
     """Weight of one token in the share of accepted ones."""
     recovery = 0.01
-    """Growth of that share with each token that was not drafted for it: later text may be easier to draft."""
+    """For each token for which nothing was drafted because of a low share, the share grows by this: later text may be
+    easier to draft."""
 
     __slots__ = ("accepted_share", "lookup")
 
@@ -153,7 +154,7 @@ class DraftState:
             self.accepted_share -= self.new_share * self.accepted_share
 
     def num_tokens(self, max_tokens: int, cost_share: float) -> int:
-        """Number of tokens to draft: each one is accepted only after those before it."""
+        """Number of tokens to draft. A token can be accepted only if all drafted tokens before it are."""
         number, chance = 0, self.accepted_share
         while number < max_tokens and chance > cost_share:
             number, chance = number + 1, chance * self.accepted_share

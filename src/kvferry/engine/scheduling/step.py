@@ -11,7 +11,7 @@ from kvferry.engine.scheduling.sequence import Sequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `[start, start + num_tokens)` of one sequence, and after them a `draft` of tokens that may follow."""
+    """Tokens `[start, start + num_tokens)` of one sequence, and a `draft` of tokens that may follow them."""
 
     sequence: Sequence
     start: int
@@ -26,14 +26,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Step:
-    """The model runner's next step. `plan` is for the connector's worker sides."""
+    """The next step of the model runner. `plan`: for the connector's worker sides."""
 
     chunks: list[Chunk]
     plan: StepPlan | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
+        """Number of tokens that this step computes."""
         return sum(chunk.num_tokens + len(chunk.draft) for chunk in self.chunks)
 
 

@@ -1,9 +1,9 @@
 """The model's fingerprint, the same on every instance that serves the same weights in the same way.
 
 vLLM's workers rearrange weights, each in its own way. The fingerprint is therefore made of three things: the
-checkpoint's files, the model's configuration as vLLM has resolved it (`models.checkpoint`), and all of vLLM's own
-settings that are not known to be harmless. A setting that a later release adds therefore counts as soon as it is not
-left at its default.
+checkpoint's files, the model's configuration as vLLM has resolved it (`models.checkpoint`), and all of vLLM's settings
+that are not known to be irrelevant. So a setting that a later release adds counts if it has another value than its
+default.
 """
 
 from __future__ import annotations
@@ -106,14 +106,15 @@ def _settings(vllm_config: Any) -> dict[str, Any]:
     settings = {
         f"{type(part).__name__}.{name}": value for part in parts for name, value in changed_settings(part).items()
     }
-    # Some models choose the factors of their rotary embedding or of attention by it (longrope, Llama 4).
+    # Some models choose the factors of their rotary embedding or of their attention by this setting (longrope, Llama
+    # 4).
     settings["max_model_len"] = model.max_model_len
     return settings
 
 
 def changed_settings(config: Any) -> dict[str, Any]:
     """The settings of one of vLLM's configuration objects that differ from their defaults and are not known to be
-    harmless."""
+    irrelevant."""
     harmless = NOT_COMPARED[type(config).__name__].split()
     fields = [field for field in dataclasses.fields(config) if field.name not in harmless]
     values = {field.name: plain(getattr(config, field.name)) for field in fields}
@@ -121,7 +122,9 @@ def changed_settings(config: Any) -> dict[str, Any]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    if get_default := getattr(field.default, "get_default", None):  # pydantic's way to give a default with its bounds
+    if get_default := getattr(
+        field.default, "get_default", None
+    ):  # pydantic writes a default with its bounds like this
         return plain(get_default(call_default_factory=True))
     if field.default_factory is not dataclasses.MISSING:
         return plain(field.default_factory())

@@ -1,7 +1,7 @@
 """The files of a checkpoint as they were before vLLM loaded it.
 
-A connector is made after the weights were loaded. A checkpoint that was replaced meanwhile would give vLLM the name of
-weights that it does not have, so each worker records the files before it loads them.
+A connector is made after the weights were loaded. If a checkpoint was replaced in between, the fingerprint would
+describe weights that vLLM does not have. So each worker records the files before it loads them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvferry.models.checkpoint import CheckpointFiles
 log = logging.getLogger(__name__)
 
 _files_before_load: dict[tuple[str, str], CheckpointFiles] = {}
-"""The files by model and revision."""
+"""The recorded files, by model and revision."""
 
 
 def watch_loads() -> None:
     """Have each worker of this process record the files when it initializes its device, which is before it loads the
-    model. vLLM notifies a connector of neither."""
+    model. vLLM has no hook for connectors at these times."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     initialize = WorkerWrapperBase.init_device
@@ -38,8 +38,8 @@ def watch_loads() -> None:
 
 
 def record_files(model: Any) -> None:
-    """Record the files of a model, given vLLM's configuration of it. Unreadable files are reported when the model is
-    named."""
+    """Record the files of a model, given vLLM's configuration of it. Files that cannot be read are reported when the
+    fingerprint is computed."""
     with suppress(OSError):
         _files_before_load[_key(model)] = CheckpointFiles.of(model.model, model.revision)
 

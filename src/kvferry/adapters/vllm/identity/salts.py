@@ -1,9 +1,9 @@
 """The salt of a request's block hashes: a text of everything that its KV depends on besides the model and the tokens.
 
-It contains the client's `cache_salt`, the content of the LoRA adapter, and the content of images and the like. Names
-are not trusted. vLLM's name of an adapter stays the same when its files are replaced. An image's name may come from the
-client (`uuid`, or the `ImageID` of its EXIF data) or from a counter. Owns the state of the
-adapters that this vLLM has loaded.
+It contains the client's `cache_salt`, the content of the LoRA adapter, and the content of images, videos and sounds.
+Names are not trusted. vLLM's name of an adapter stays the same when its files are replaced. An image's name may come
+from the client (`uuid`, or the `ImageID` of its EXIF data) or from a counter. Owns the state of the adapters that this
+vLLM has loaded.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ _NAMED = "\0"
 
 
 class Salts:
-    """The salts of one engine's requests. Used from vLLM's scheduler thread only.
-
-    `lora_config`: vLLM's; None: it has no adapters.
+    """The salts of one engine's requests. Used from vLLM's scheduler thread only. `lora_config`: vLLM's configuration
+    of adapters; None: there are no adapters.
     """
 
     max_logged = 256
-    """Maximum number of reasons that are logged; clients can cause any number."""
+    """Maximum number of reasons that are logged, because clients can cause any number of them."""
 
     def __init__(self, lora_config: Any = None) -> None:
         self._adapters = LoraAdapters()
@@ -51,8 +50,8 @@ class Salts:
             _watch_loads(self._adapters)
 
     def of(self, request: Any) -> str | InvalidRequest:
-        """The salt of vLLM's `Request`. If its KV depends on something that cannot be identified, the reason instead:
-        such KV must be neither reused nor handed off. Logs each reason once."""
+        """The salt of vLLM's `Request`. If the KV depends on something that cannot be identified, returns the reason
+        instead: such KV must be neither reused nor handed off. Logs each reason once."""
         try:
             return self._of(request)
         except InvalidRequest as error:
@@ -107,8 +106,8 @@ def _multimodal_facts(feature: Any) -> list[Any]:
 
 
 def computes_base_with_adapters() -> bool:
-    """True if vLLM's LoRA in PyTorch, used on CPUs, applies the last adapter to the rows of a batch without one (number
-    -1), as vLLM 0.32 does."""
+    """True if vLLM's LoRA in PyTorch, used on CPUs, applies the last adapter to the rows of a batch that have none
+    (number -1), as vLLM 0.32 does."""
     from vllm.lora.ops.torch_ops import bgmv_expand
 
     result = torch.zeros(1, 1)
@@ -127,7 +126,7 @@ class _Content:
 class LoraAdapters:
     """The content of the adapters that vLLM has loaded.
 
-    vLLM loads an adapter under a number on demand, or with the first request for it, and perhaps again later, from a
+    vLLM loads an adapter under a number, on demand or with the first request for it, and possibly again later, from a
     path whose files may have been replaced. Its prefix cache knows an adapter by its name and path. So the content of a
     name and path is certain as long as its files do not change, and no other adapter has its number. Otherwise it stays
     uncertain in this process.
@@ -140,7 +139,7 @@ class LoraAdapters:
 
     def content(self, lora: Any) -> str:
         """A digest of an adapter's files. `lora`: vLLM's `LoRARequest`. Raises `InvalidRequest` if it is uncertain that
-        vLLM computes with these."""
+        vLLM computes with these files."""
         key = (lora.lora_name, lora.lora_path)
         earlier = self._numbers.setdefault(lora.lora_int_id, lora)
         if (earlier.lora_name, earlier.lora_path) != key:
@@ -154,12 +153,12 @@ class LoraAdapters:
         return self._contents[key].digest
 
     def _replace_adapter(self, lora: Any, earlier: Any) -> None:
-        """Handle an adapter that has the number of an earlier one, `earlier`."""
+        """Handle an adapter that has the same number as `earlier`, an earlier adapter."""
         reason = f"adapter {earlier.lora_name!r} of another path has the same lora_int_id {lora.lora_int_id}"
         self._uncertain[earlier.lora_name, earlier.lora_path] = f"it was replaced by {lora.lora_path}"
         if lora.load_inplace and not earlier.load_inplace:
             self._numbers[lora.lora_int_id] = lora
-        else:  # either may be loaded when the other's requests run
+        else:  # either adapter may be loaded while requests of the other one run
             self._uncertain[lora.lora_name, lora.lora_path] = reason
 
     def _read(self, key: tuple[str, str]) -> None:
@@ -179,7 +178,7 @@ class LoraAdapters:
 
     def record_load(self, lora: Any) -> None:
         """Record an adapter that vLLM is about to load, or has loaded."""
-        with suppress(InvalidRequest):  # logged with its first request
+        with suppress(InvalidRequest):  # an error is logged with the adapter's first request
             self.content(lora)
 
 
@@ -187,8 +186,8 @@ _watchers: WeakSet[LoraAdapters] = WeakSet()
 
 
 def _watch_loads(adapters: LoraAdapters) -> None:
-    """Have `adapters` read the files of an adapter when vLLM loads it, because they may have changed when its first
-    request arrives. vLLM notifies a connector of requests only."""
+    """Have `adapters` read the files of an adapter when vLLM loads it, because they may have changed when the adapter's
+    first request arrives. vLLM has no hook for connectors when it loads an adapter."""
     from vllm.v1.engine.core import EngineCore
 
     _watchers.add(adapters)

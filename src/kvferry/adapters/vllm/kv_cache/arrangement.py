@@ -1,8 +1,7 @@
-"""Identifies the arrangement of K and V within a page of an attention backend, by letting it write one.
-
-Two vLLMs can exchange pages if they put the same values at the same bytes. Neither the release of vLLM nor the
-backend's name determines that; the bytes that the backend writes do. So known keys and values are written into a
-scratch page by the backend's own method, and a digest of the result identifies the arrangement.
+"""Identifies the arrangement of K and V within a page of an attention backend, by letting the backend write a page. Two
+instances of vLLM can exchange pages if they put the same values at the same bytes. This depends on the bytes that the
+backend writes, not on the release of vLLM or the backend's name. So the backend's own method writes known keys and
+values into a scratch page, and a digest of the page identifies the arrangement.
 """
 
 from __future__ import annotations
@@ -30,7 +29,9 @@ def page_digest(layer: Any, cache: torch.Tensor, page_bytes: int) -> str | None:
     is not changed; `page_bytes`: the size of one of its pages.
     """
     if str(getattr(layer, "kv_cache_dtype", "")).endswith(_SCALES_PER_HEAD):
-        return None  # values are stored relative to the greatest one beside them: patterns cannot be read back
+        return (
+            None  # values are stored relative to the greatest value of their group, so the patterns cannot be read back
+        )
     try:
         digest = hashlib.sha256()
         for keys, values in _patterns(layer, cache):
@@ -55,7 +56,7 @@ def _patterns(layer: Any, cache: torch.Tensor) -> Iterator[tuple[torch.Tensor, t
 
 
 def _dtype_of(layer: Any, cache: torch.Tensor) -> torch.dtype:
-    """The dtype of keys and values, which a quantized cache does not have."""
+    """The dtype of keys and values. A quantized cache has another dtype."""
     dtype = getattr(layer, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else cache.dtype
 
@@ -65,6 +66,6 @@ def _write(layer: Any, cache: torch.Tensor, page_bytes: int, keys: torch.Tensor,
     memory = torch.zeros(num_elements, dtype=cache.dtype, device=cache.device)
     page = memory.as_strided((1, *cache.shape[1:]), (num_elements, *cache.stride()[1:]))
     slots = torch.arange(len(keys), device=cache.device)
-    impl = copy.copy(layer.impl)  # it may keep views of the first cache that it sees
+    impl = copy.copy(layer.impl)  # the backend may keep views of the first cache that it gets
     impl.do_kv_cache_update(layer, keys, values, page, slots)
     return bytes(memory.view(torch.uint8).cpu().numpy().data)

@@ -15,7 +15,7 @@ class DeviceMark(Protocol):
     """A point in the order of the device's work."""
 
     def wait(self) -> None:
-        """Return when all work that was queued before the mark is done. The thread sleeps meanwhile."""
+        """Wait until all work that was queued before the mark is done. The thread sleeps while it waits."""
 
 
 class Device(Protocol):
@@ -44,7 +44,7 @@ class CpuDevice:
 
 
 class Accelerator:
-    """CUDA, ROCm, XPU: marks are PyTorch's events. Run with CUDA only."""
+    """CUDA, ROCm, XPU: marks are PyTorch's events. Has been run with CUDA only."""
 
     is_asynchronous = True
 
@@ -52,7 +52,7 @@ class Accelerator:
         self._device = torch.device(device)
 
     def mark(self) -> DeviceMark:
-        """An event in the current stream, which is the micro-batch's own if vLLM runs several."""
+        """An event in the current stream. If vLLM divides a step into micro-batches, each has its own stream."""
         event = torch.Event(self._device, blocking=True)
         event.record(torch.accelerator.current_stream(self._device))
         return _EventMark(event)
@@ -68,5 +68,5 @@ class _EventMark:
 
 
 def device_of(name: str) -> Device:
-    """The device of a tensor. `name`: such as "cpu" or "cuda:1"."""
+    """The device with this name, such as "cpu" or "cuda:1" (`str(tensor.device)`)."""
     return CpuDevice() if name == "cpu" else Accelerator(name)

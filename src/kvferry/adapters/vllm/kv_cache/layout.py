@@ -53,8 +53,8 @@ class GroupShape:
 
 @dataclass(frozen=True)
 class KVCacheShape:
-    """vLLM's KV cache groups. The blocks of all groups are equal: a block has one page for the k-th layer of its group,
-    so the k-th layers of all groups share one *slot*."""
+    """vLLM's KV cache groups. The blocks of all groups are equal: a block has one page for each layer of its group. The
+    place of the k-th layer's page in a block is *slot* k (not a slot of one token, as in vLLM's `slot_mapping`)."""
 
     groups: tuple[GroupShape, ...]
 
@@ -80,8 +80,8 @@ class KVCacheShape:
 
 
 def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, *, supports_groups: bool = False) -> KVCacheShape:
-    """The shape of the KV cache. Raises `ConfigError` if this adapter cannot move the KV of the model, or of vLLM's
-    configuration.
+    """The shape of the KV cache. Raises `ConfigError` if this adapter cannot move the KV of this model, or with this
+    configuration of vLLM.
 
     `supports_groups`: the connector supports several groups.
     """
@@ -89,7 +89,7 @@ def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, *, supports_gr
     require_attention_only(vllm_config.model_config)
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
-            "sleep mode takes the KV cache's memory away, which other instances may be reading; start vLLM without"
+            "sleep mode frees the memory of the KV cache, which other instances may be reading; start vLLM without"
             " --enable-sleep-mode"
         )
     _require_context(vllm_config)
@@ -110,8 +110,7 @@ def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, *, supports_gr
 
 
 def require_attention_only(model_config: Any) -> None:
-    """Raise `ConfigError` for models with recurrent layers, in any representation of their state. `model_config`:
-    vLLM's."""
+    """Raise `ConfigError` for models with recurrent layers, whatever form their state has. `model_config`: vLLM's."""
     configs = (model_config.hf_config, model_config.hf_text_config)
     kinds = {str(kind) for config in configs for name in _LAYER_KINDS for kind in getattr(config, name, None) or ()}
     if recurrent := sorted(kinds & RECURRENT):
@@ -125,27 +124,27 @@ def require_attention_only(model_config: Any) -> None:
 
 
 def _is_stateful(config: Any) -> bool:
-    """True if transformers' own class for a configuration, if there is one, is stateful."""
+    """True if transformers has a class for this configuration and the class is stateful."""
     return getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_is_stateful", False)
 
 
 def _require_context(vllm_config: Any) -> None:
-    """Raise `ConfigError` if vLLM's results after cached KV differ from its results within one prompt. This is so for
-    vLLM's plain kernels for MLA on CPUs (the AMX kernels were not tried); vLLM itself turns off both of its uses of
-    cached KV for them."""
+    """Raise `ConfigError` if vLLM computes other values after cached KV than within one prompt. vLLM's plain kernels
+    for MLA on CPUs do so (the AMX kernels were not tried). For them, vLLM itself turns off chunked prefill and prefix
+    caching."""
     uses_context = vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching
     if vllm_config.device_config.device_type == "cpu" and vllm_config.model_config.use_mla and not uses_context:
         raise ConfigError(
-            "on this CPU, vLLM's latent attention (MLA) computes other values behind cached KV than within a prompt,"
-            " and vLLM turns prefix caching off for it: answers after a hand-off would differ; serve the model without"
-            " kvferry's connectors"
+            "on this CPU, vLLM's latent attention (MLA) computes other values after cached KV than within a prompt, so"
+            " that answers after a hand-off would differ (vLLM turns prefix caching off for the same reason); serve the"
+            " model without kvferry's connectors"
         )
 
 
 def _no_attention(reason: str) -> ConfigError:
     return ConfigError(
-        f"this model has {reason}: the state of recurrent layers is in no KV block, and kvferry can neither hand it off"
-        " nor keep it; serve the model without kvferry's connectors"
+        f"this model has {reason}: the state of recurrent layers is not in KV blocks, and kvferry can neither hand it"
+        " off nor store it; serve the model without kvferry's connectors"
     )
 
 
@@ -212,8 +211,8 @@ def _require_whole_history(name: str, spec: Any, max_model_len: int) -> None:
     if type(spec) is SlidingWindowSpec and spec.sliding_window >= max_model_len:
         return
     raise ConfigError(
-        f"layer {name} keeps its KV as {type(spec).__name__}, and kvferry moves full attention only (a sliding window"
-        " as long as --max-model-len is full attention)"
+        f"layer {name} keeps its KV as {type(spec).__name__}, and kvferry moves the KV of full attention only (a"
+        " sliding window as long as --max-model-len counts as full attention)"
     )
 
 
@@ -226,8 +225,8 @@ def kv_layout(
     *,
     mix_kernels: bool = False,
 ) -> KVLayout:
-    """The layout of the pages of these tensors on this tensor-parallel rank. With `mix_kernels`, it does not contain
-    the kernels."""
+    """The layout of the pages of these tensors on this tensor-parallel rank. `mix_kernels`: leave `KVLayout.kernels`
+    empty."""
     computes_exactly = vllm_config.model_config.dtype == torch.float32
     return KVLayout(
         model_fingerprint=fingerprint,
@@ -245,7 +244,7 @@ def kv_layout(
 
 
 def _kernels() -> str:
-    """The kind of processor or device, by which vLLM and PyTorch choose their kernels."""
+    """The kind of processor or device. vLLM and PyTorch choose their kernels by it."""
     if current_platform.is_cpu():
         amx = torch.cpu._is_amx_tile_supported()
         return f"{torch.backends.cpu.get_cpu_capability()}{' AMX' if amx else ''}"
@@ -253,8 +252,8 @@ def _kernels() -> str:
 
 
 def _packing(vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torch.Tensor]) -> str:
-    """The order of the axes; for each kind of layer the backend, its variant, the page's shape and its arrangement; and
-    the slot of each layer."""
+    """A text with the order of the axes; for each kind of layer, the backend, its variant, the page's shape and its
+    arrangement; and the slot of each layer."""
     order = vllm_config.cache_config.get_resolved_kv_cache_layout()
     _require_compact_pages(order)
     layers = vllm_config.compilation_config.static_forward_context
@@ -267,19 +266,20 @@ def _packing(vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torc
 
 
 def _arrangement(layer: Any, cache: torch.Tensor, spec: Any) -> str:
-    """The digest of a written page, or, for a backend that cannot be called, the release of vLLM."""
+    """The digest of a page that the backend has written. For a backend that cannot be called, the release of vLLM."""
     return page_digest(layer, cache, spec.page_size_bytes) or f"vllm-{release_line(__version__)}"
 
 
 def _grouping(shape: KVCacheShape) -> str:
-    """The division of layers into groups, and their order: a slot's number alone does not identify a layer."""
+    """A text that identifies the division of layers into groups, and their order: the number of a slot alone does not
+    identify a layer."""
     facts = repr([(group.layer_names, group.window) for group in shape.groups])
     return f" {len(shape.groups)} groups {hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 def _kind(layer: Any, cache: torch.Tensor, block_size: int) -> str:
-    """The backend, its variant and the page's shape. The block size is not part of it, because it is compared
-    separately, unless the backend divides blocks into smaller ones."""
+    """A text with the backend, its variant and the page's shape. It has no block size, which is compared separately,
+    unless the backend divides blocks into smaller ones."""
     backend = layer.get_attn_backend().get_name()
     variant = getattr(layer, "isa", "")  # on CPUs, the arrangement of K depends on the instruction set
     heads, *tokens, content = cache.shape[1:]

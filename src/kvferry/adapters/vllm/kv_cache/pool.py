@@ -1,7 +1,7 @@
 """Puts vLLM's KV cache into shared memory, so that an instance on the same machine reads it with a single copy.
 
-vLLM gets from its connector a context in which to allocate the KV cache. Within kvferry's, the one large `torch.zeros`
-of that allocation is served from a `SharedSegment`. Nothing in vLLM is changed.
+vLLM gets from its connector a context in which to allocate the KV cache. Within kvferry's context, a `SharedSegment`
+provides the memory of the one large `torch.zeros` of that allocation. vLLM itself is not changed.
 
 Owns the segments of this process. They exist as long as a tensor uses them, even after their connectors have ended.
 """
@@ -37,7 +37,7 @@ class PooledSegment:
         return self
 
     def release(self) -> None:
-        """Remove a user; after the last one, no other process can attach any more."""
+        """Remove a user. When the last user is removed, other processes can no longer attach."""
         self._num_users -= 1
         if self._num_users <= 0:
             _segments.pop(self._segment.address, None)
@@ -74,7 +74,7 @@ class SharedAllocation(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Every other function is called unchanged."""
+        """All other functions are called unchanged."""
         kwargs = kwargs or {}
         if func is torch.zeros and self._is_kv_cache(args, kwargs):
             self._was_used = True
@@ -89,6 +89,6 @@ class SharedAllocation(TorchFunctionMode):
         return on_host and tuple(args) == (self._num_bytes,) and kwargs.get("dtype") is torch.int8
 
     def _serve(self) -> torch.Tensor:
-        segment = SharedSegment.create(self._num_bytes, populated=True)  # as the mode that it replaces
+        segment = SharedSegment.create(self._num_bytes, populated=True)  # like the mode that it replaces
         _segments[segment.address] = PooledSegment(segment)
         return torch.frombuffer(segment.buffer, dtype=torch.int8)
