@@ -58,7 +58,7 @@ from kvferry.router.request.services import Services
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
-"""Status for requests whose client left before the answer began, in metrics (nginx's number)."""
+"""Status in metrics of requests whose client left before the answer began (as in nginx)."""
 
 
 DECISIONS_PATH = "/kvferry/decisions"
@@ -108,7 +108,7 @@ class Router:
         )
 
     async def instances_metrics(self, request: HttpRequest) -> bytes:
-        """The metrics of all instances, if the request asks for them."""
+        """The metrics of all instances, if the request asks for them; else empty."""
         services = self.services
         if request.parameter("instances") != "all":
             return b""
@@ -164,7 +164,7 @@ class Router:
                 body = await request.body.read(slot.grow)
                 slot.mark_complete()
             headers = request.headers
-            if request.caller.is_known:  # the router's keys open no instance, and are not forwarded
+            if request.caller.is_known:  # the router's keys are not valid at instances, and are not forwarded
                 headers = [header for header in headers if header[0] not in KEY_HEADERS]
             client_request = ClientRequest(
                 request.method, request.target, path, headers, request.first, body, request.id.encode(), arrived
@@ -175,7 +175,7 @@ class Router:
             if path in TRANSLATED_PATHS and isinstance(parsed, RequestBody):
                 owner = owner_of(request, services.config.tenant_header)
                 client_request, parsed = await self.endpoints.translate(client_request, parsed, response, owner)
-                slot.take(max(0, len(client_request.body) - len(body)))  # earlier turns come from the store
+                slot.take(max(0, len(client_request.body) - len(body)))  # earlier turns are in the store of responses
             if client_request.path in PROMPT_FIELDS:
                 services.chooser.traffic.arrive()
             tenant = self.tenants.find(request.caller.name, request.headers, parsed)
@@ -197,8 +197,8 @@ class Router:
             services.metrics.request_done(path, response.status or CLIENT_GONE, seconds)
 
     async def take_turn(self, tenant: Tenant, path: str, body: RequestBody | bytes | None) -> None:
-        """Charge a request to its tenant, and wait until it may be served; `turns.end` ends its turn. Raises
-        `OverLimit`, or `QueueFull`, which refunds the charge."""
+        """Charge a request to its tenant, and wait until it may be served. Call `turns.end` when it ends. Raises
+        `OverLimit`; raises `QueueFull`, and then refunds the charge."""
         charge = self._charge(tenant, path, body) if tenant.is_limited else None
         if self.turns.begin(tenant):
             return
@@ -241,8 +241,8 @@ class Router:
         return Routes(self.table(), fallback=self.fallback())
 
     async def leave(self) -> None:
-        """Let instances free the KV of conversations, at a clean end of the last router of its port, while it is still
-        `running`. Waits for the instances."""
+        """Let instances free the KV that they keep for conversations. Called when the last router of its port shuts
+        down, while it is still `running`. Waits for the instances."""
         if self.services.next_turns is not None and not self.state.siblings():
             await self.services.next_turns.release_all()
 
@@ -267,7 +267,7 @@ class Router:
                     self.responses.close()
                     if services.chooser.tracer is not None:
                         await asyncio.to_thread(services.chooser.tracer.close)
-        except ExceptionGroup as errors:  # background tasks raise nothing: this is the error of the body
+        except ExceptionGroup as errors:  # background tasks do not raise, so this is the error of the body
             raise errors.exceptions[0] from None
 
 

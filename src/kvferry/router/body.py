@@ -1,7 +1,6 @@
-"""The JSON body of a request: checked completely once; a few fields are read or replaced, and all others keep their
-exact bytes.
-
-A body that two parsers could read differently is refused, so that an instance reads the same as the router.
+"""The JSON body of a request: it is checked completely, once. A few fields are read or replaced, and all others keep
+their exact bytes. A body that two parsers could read differently is refused, so that an instance reads it like the
+router.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvferry.core.messages.hand_off import HAND_OFF_FIELD
 from kvferry.core.messages.kv_keys import KEY_FIELDS
 
 TICKET_FIELDS = frozenset({HAND_OFF_FIELD, "ec_transfer_params"})
-"""Fields that make an instance fetch from another; set by the router, never by a client."""
+"""Fields that make an instance fetch from another one. The router sets them; clients must not."""
 
 _ADDRESS_FIELDS = frozenset(
     {
@@ -28,7 +27,8 @@ _ADDRESS_FIELDS = frozenset(
         *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
     }
 )
-"""SGLang's fields with the same effect, and the data-parallel ranks. Only at the top of a body."""
+"""SGLang's fields with the same effect, and its fields for data-parallel ranks. They have an effect only at the top of
+a body."""
 
 _ROUTER_FIELDS = TICKET_FIELDS | _ADDRESS_FIELDS | frozenset(KEY_FIELDS)
 
@@ -82,7 +82,7 @@ class RequestBody(msgspec.Struct, eq=False):
         return b"" if raw is None else bytes(raw)
 
     def encode(self, *, without: Iterable[str] = (), **replaced: Any) -> bytes:
-        """The body with some fields removed and others replaced; the client's own bytes if that changes nothing."""
+        """The body with some fields removed and others replaced; the client's own bytes if nothing changes."""
         if not replaced and self._fields.keys().isdisjoint(without):
             return self._original
         fields: dict[str, Any] = self._fields.copy()
@@ -101,7 +101,8 @@ class RequestBody(msgspec.Struct, eq=False):
 
 
 def _require_key_types(fields: dict[str, msgspec.Raw]) -> None:
-    """Raise `InvalidRequest` for a KV key field of a wrong type: where clients may use no keys, no instance sees it."""
+    """Raise `InvalidRequest` for a KV key field of a wrong type: if clients may not use keys, no instance gets the
+    field."""
     keys = {name: fields[name] for name in KEY_FIELDS if name in fields}
     try:
         msgspec.json.decode(_ENCODER.encode(keys), type=KeyFields)

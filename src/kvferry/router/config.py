@@ -44,8 +44,8 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     dynamo://NAMESPACE/COMPONENT). Default: the one that runs kvferry."""
 
     instances_file: Path | None = None
-    """File with one instance per line: 'prefill URL' or 'decode URL'. The router follows its changes: new instances are
-    added, and missing ones are drained and then removed."""
+    """File with one instance per line: 'prefill URL' or 'decode URL'. The router applies changes of the file: new
+    instances are added, and missing ones are drained and then removed."""
 
     registration: Annotated[bool, COMMON] = False
     """Take instances that register themselves (`kvferry prefill|decode --register URL`). They and the router need the
@@ -56,15 +56,15 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     fleet does."""
 
     registration_lease_s: Seconds = 15.0
-    """Seconds that a registered instance stays registered without renewing its lease; it renews three times within
-    this time."""
+    """Seconds for which a registered instance stays registered without renewing its lease. It renews the lease three
+    times within this time."""
 
     protocol: ProtocolName = "auto"
     """Protocol of the instances. auto: each instance is asked. kvferry: kvferry's own instances. nixl: vLLM servers
     where P's answer carries what D needs to fetch the KV (NixlConnector, kvferry's connectors in vLLM). mooncake: vLLM
     servers with MooncakeConnector, P and D called together. sglang: SGLang servers started with --disaggregation-mode,
     P and D called together. keys: kvferry's instances, or vLLM servers with kvferry's connectors, that share a store
-    and need not reach each other: P stores the KV under a key that D loads it by."""
+    and need not reach each other: P stores the KV under a key, and D loads it by this key."""
 
     bootstrap_port: tuple[Port, ...] = ()
     """Port of a prefill instance's bootstrap server (Mooncake's in vLLM, SGLang's), in the order of --prefill-url.
@@ -72,14 +72,14 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
 
     instance_kv_events: tuple[str, ...] = ()
     """Address at which a vLLM server publishes its KV events (--kv-events-config), and at which it replays them, such
-    as http://10.0.0.1:8000=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558; repeat it for more. Instances of kvferry's tell the
-    router themselves. Needs kvferry[events]."""
+    as http://10.0.0.1:8000=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558; repeat it for more. kvferry's instances report
+    their addresses themselves. Needs kvferry[events]."""
 
     policy: Annotated[str, heading("Router: choice of instances"), COMMON] = "cost"
     """Policy that chooses the instances of a request: cost (least predicted time), prefix, session, least_loaded,
     power_of_two, round_robin, random, the name of an entry point in the group kvferry.policies, or module:Class.
-    Without --kv-events on the instances, those that look at prompts know of caches only what they have sent there
-    themselves, and find less (docs/router.md)."""
+    Without --kv-events on the instances, policies that use prompts know only which prompts this router has sent to an
+    instance, and find fewer cached ones (docs/router.md)."""
 
     policy_option: tuple[str, ...] = ()
     """An option of the policy, such as pressure=0.05; repeat it for more."""
@@ -90,9 +90,9 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     tokens with concurrent."""
 
     disaggregate_from: str = "auto"
-    """Fewest tokens, not counting cached ones, for which a prompt is computed on a prefill instance; shorter prompts go
-    directly to decode. auto: adjusted to measured times, and a busy prefill pool is skipped. 0: always use a prefill
-    instance."""
+    """Minimum number of tokens, without cached ones, for which a prompt is computed on a prefill instance; shorter
+    prompts go directly to decode. auto: adjusted to measured times, and a busy prefill pool is skipped. 0: always use a
+    prefill instance."""
 
     session_header: str = "X-Session-Id"
     """Header in which clients name a conversation. Without it, the `user` field of the request is used."""
@@ -103,61 +103,60 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     "kv_both" in --kv-transfer-config; kv_buffer_size and decoder_kv_blocks_ttl limit what is kept."""
 
     keep_while_draining_s: SecondsOrZero = 30.0
-    """With --keep-for-next-turn: seconds that an instance which is drained still keeps what it has for next turns, so
-    that these fetch it; it is drained when all of that was fetched, or then. 0: it is released at once."""
+    """With --keep-for-next-turn: seconds for which a draining instance still keeps KV for next turns, so that these can
+    fetch it. The instance is drained when all of it was fetched, or after this time. 0: the KV is released at once."""
 
     first_byte_timeout_s: Annotated[Seconds, heading("Router: time limits and retries")] = 60.0
-    """Seconds, plus one for each 1000 bytes of the request, that an instance may take to begin its answer without
-    making progress; the request then goes to another instance. Progress is bytes of any answer, and steps counted in
-    the instance's /metrics, so that a long queue or a long prompt is waited for."""
+    """Seconds, plus one for each 1000 bytes of the request, in which an instance must begin its answer if it makes no
+    progress; the request then goes to another instance. Progress is bytes of any answer, and steps counted in the
+    instance's /metrics, so that a long queue or a long prompt is waited for."""
 
     between_bytes_timeout_s: Seconds = 60.0
-    """Seconds that an instance may pause in the middle of an answer without making progress; the answer then ends with
-    an error, unless another instance continues it."""
+    """Seconds for which an instance may pause within an answer without making progress; the answer then ends with an
+    error, unless another instance continues it."""
 
     answer_timeout_s: Seconds = 600.0
-    """Most seconds to the first byte of an answer, and between any two bytes, even while the instance makes
-    progress."""
+    """Maximum seconds to the first byte of an answer, and between two bytes, even if the instance makes progress."""
 
     health_interval_s: Seconds = 2.0
     """Seconds between two requests to an instance's /health."""
 
     health_timeout_s: Seconds = 3.0
-    """Seconds that /health may take. An instance that takes longer is avoided. After three times in a row it counts as
-    dead until it answers again, and requests that wait for it go elsewhere."""
+    """Maximum seconds for an answer to /health. An instance that takes longer is avoided. After three times in a row it
+    counts as down until it answers again, and requests that wait for it go to other instances."""
 
     retries: CountOrZero = 1
     """Number of other instances to try after one has failed a request, for prefill and for decode."""
 
     busy_wait_s: SecondsOrZero = 10.0
-    """Most seconds in all that a request waits if every decode instance answers 429 or 503, each time as long as
-    `Retry-After` says. After that, the client gets that answer. 0: at once."""
+    """Maximum seconds, in sum, for which a request waits if every decode instance answers 429 or 503. Each wait is as
+    long as `Retry-After` says. After that, the client gets the answer of the instance. 0: at once."""
 
     continuations: CountOrZero = 3
     """Number of times that a streamed answer may continue on another instance after its instance was lost. 0: never;
     the answer then ends with an error."""
 
     continuation_timeout_s: Seconds = 30.0
-    """Seconds to look for an instance that can continue an answer, if there is none at once."""
+    """Maximum seconds to wait for an instance that can continue an answer."""
 
     release_timeout_s: Seconds = 5.0
-    """Seconds that a request to a prefill instance to free an abandoned hand-off may take."""
+    """Maximum seconds for a request to a prefill instance to free an abandoned hand-off."""
 
     max_in_flight: Annotated[Count, heading("Router: queue and memory")] = 2048
-    """Most requests that are served at the same time; further ones wait, and tenants take turns."""
+    """Maximum number of requests that are served at the same time. Further ones wait, and tenants take turns."""
 
     max_waiting: CountOrZero = 1024
-    """Most requests that wait. If there are more, the tenant with the most waiting requests loses its last one, which
-    is answered with 429."""
+    """Maximum number of requests that wait. If there are more, the last request of the tenant with the most waiting
+    requests is answered with 429."""
 
     waiting_timeout_s: Seconds = 30.0
-    """Seconds that a request may wait to be served; it is then answered with 429."""
+    """Maximum seconds for which a request waits to be served. After that, it is answered with 429."""
 
     max_body: str = "32MiB"
-    """Longest request body; a longer one is answered with 413."""
+    """Maximum size of a request body. A larger one is answered with 413."""
 
     max_buffered: str = "1GiB"
-    """Most bytes of request bodies in memory at the same time; further requests are answered with 429."""
+    """Maximum bytes of request bodies in memory at the same time. Further requests are answered with 429."""
 
     tenant_by: Annotated[str, heading("Router: tenants")] = "key"
     """Distinction of tenants: key (the API key, or the client address if no keys are required), user (the `user`
@@ -206,12 +205,12 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
 
     workers: Annotated[NumWorkers | None, heading("Router: processes and traces")] = None
     """Number of router processes that serve the port together; each takes at most one core. The limits on running and
-    waiting requests and on memory are divided among them. Default: one; with `kvferry serve`, two where there are cores
-    for them, so that a router that dies or hangs is no outage."""
+    waiting requests and on memory are divided among them. Default: one; with `kvferry serve`, two if there are cores
+    for them, so that the other one serves if one dies or hangs."""
 
     page: bool = True
-    """Serve a page at `/` that shows the fleet, the last requests and where their time went. It needs the same key as
-    /kvferry/*."""
+    """Serve a page at `/` that shows the fleet, the last requests and the times of their phases. It needs the same key
+    as /kvferry/*."""
 
     page_tick_s: Annotated[float, msgspec.Meta(ge=0.1, le=60)] = 2.0
     """Seconds between two updates of an open page."""

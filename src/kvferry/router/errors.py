@@ -80,8 +80,8 @@ def failure(error: PeerLost) -> str:
 
 
 def unanswered(lost: PeerLost | None, role: str = "decode") -> RequestError:
-    """The error for a client whose request no instance answered. `lost`: the error of the last decode instance tried;
-    `role`: the role without an instance otherwise."""
+    """The error for a client whose request no instance answered. `lost`: the error of the last decode instance that was
+    tried; None: there was no instance of `role`."""
     if lost is None or isinstance(lost, Unreachable):
         return Unavailable(f"no {role} instance can be reached; try again later")
     if isinstance(lost, LegTimedOut):

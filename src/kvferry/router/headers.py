@@ -17,9 +17,9 @@ NOT_COMPRESSED = (b"accept-encoding", b"identity")
 """The header for answers that the router reads itself."""
 
 TIMING_REQUEST = b"x-kvferry-server-timing"
-"""A client that sends it, with any value, gets `SERVER_TIMING` with its answer."""
+"""A client that sends this header, with any value, gets `SERVER_TIMING` with its answer."""
 AGGREGATE = b"x-kvferry-aggregate"
-"""With `1`, a client requests an answer from one instance, without a hand-off."""
+"""With the value `1`, a client requests an answer of one instance, without a hand-off."""
 SERVER_TIMING = b"server-timing"
 
 OWN_PREFIX = b"x-kvferry-"
@@ -51,7 +51,7 @@ _NOT_WITHOUT_LENGTH = _NOT_FOR_CLIENTS | {b"content-length"}
 
 
 def content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The media type, in lower case and without parameters; None when there is none."""
+    """The media type, in lower case and without parameters; None: there is none."""
     value = find_header(headers, b"content-type")
     return None if value is None else value.partition(b";")[0].strip().lower()
 

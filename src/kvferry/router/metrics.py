@@ -116,8 +116,8 @@ class Metrics:
         desired: Mapping[str, int] | None = None,
     ) -> bytes:
         """All metrics in Prometheus' text format; metrics by instance only for the current `instances`. `threshold` and
-        `num_index_entries`: current values of the choice; `desired`: number of instances by role that the fleet's
-        controller wants."""
+        `num_index_entries`: current values of the choice; `desired`: number of instances by role in the plan of the
+        fleet's controller."""
         current = list(instances)
         self.keep_only(current)
         collectors: list[Collector] = [
@@ -173,7 +173,7 @@ class _Families(Collector):
         self._families = families
 
     def collect(self) -> list[Metric]:
-        """The families as they are."""
+        """The metric families, unchanged."""
         return self._families
 
 

@@ -43,7 +43,7 @@ FORM_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 """POST with a form that contains a file."""
 
 READ_PATHS = ("/v1/models", "/v1/models/*", "/version", "/openapi.json", "/ping", "/load", "/tokenizer_info")
-"""GET. `*` at the end is one or more segments: a model's name may have slashes."""
+"""GET and HEAD. `*` at the end stands for one or more segments: a model's name may have slashes."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def parse_path(text: str) -> tuple[str, str]:
             f"--forward-path {text!r} is not a method and a path; write it as 'POST /v1/audio/transcriptions'"
         )
     if path.startswith("/kvferry"):
-        raise ConfigError(f"--forward-path {text!r}: /kvferry is between the router and its instances")
+        raise ConfigError(
+            f"--forward-path {text!r}: paths below /kvferry are not for clients; the router and its instances use them"
+        )
     return method, path
 
 
@@ -107,7 +109,8 @@ def _is_path(path: str) -> bool:
 
 
 def _is_plain(rest: str) -> bool:
-    """True if every server reads it alike: no empty segment and no `.` or `..`, in any spelling."""
+    """True if every server reads this part of a path alike. It has no empty segment, no `.` or `..`, no control
+    character, space, `\\`, `?` or `#`, not even percent-encoded, and is not encoded twice."""
     decoded = unquote_to_bytes(rest)
     if any(byte < 33 or byte in b"\x7f\\?#" for byte in decoded) or b"%" in decoded:
         return False

@@ -25,7 +25,7 @@ from kvferry.router.instances.shared_state import SharedState
 from kvferry.router.siblings import SiblingRouters
 
 MakePage = Callable[[Router, SiblingRouters], list[Route]]
-"""The page is a room above the router's, which gives it its own routes."""
+"""Makes the routes of the page. The page's package is above the router's, so the router gets this function."""
 
 _GC_THRESHOLDS = (20_000, 20, 50)
 
@@ -39,13 +39,11 @@ def run_router(
     page: MakePage | None = None,
     on_ready: Callable[[dict[str, Any]], None],
 ) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit code.
-
-    `page`: creates the routes of the page at `/`, which is served unless `config.page` is off. `group`: the folder that
-    all `config.workers` routers of one port share; None: a single router. `on_ready` is called with {"url": …} once
-    requests are answered; a router of a group also has its own "health_url". At the end, running requests have the
-    grace period that `http` sets. Raises `ConfigError` if the address cannot be used, a file cannot be read, or the
-    configured instances are not enough for a router.
+    """Serve until SIGINT or SIGTERM. Returns the exit code. `page`: creates the routes of the page at `/`, which is
+    served unless `config.page` is off. `group`: the folder that all `config.workers` routers of one port share; None: a
+    single router. `on_ready` is called with {"url": …} once requests are answered; a router of a group also has its own
+    "health_url". At the end, running requests have the grace period that `http` sets. Raises `ConfigError` if the
+    address cannot be used, a file cannot be read, or the configured instances are not enough for a router.
     """
     http = msgspec.structs.replace(http, max_body_bytes=config.max_body_bytes)
     with shutdown_deadline() as limit:

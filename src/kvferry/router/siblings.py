@@ -1,6 +1,6 @@
 """Answers operators' requests for all routers of a port together, by requests to the sibling routers.
 
-Each router answers its siblings, which share a secret, on a listener of its own on loopback.
+Each router answers its siblings, with which it shares a secret, on a separate listener on loopback.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from kvferry.router.paths import PROMPT_FIELDS
 logger = logging.getLogger(__name__)
 
 _PREFIX_INDEX_ENTRIES = 400_000
-"""Prefixes that are remembered for all instances together, about 150 bytes each."""
+"""Maximum number of prefixes that are remembered for all instances together. Each takes about 150 bytes."""
 _CONTEXT_FIELDS = ("cache_salt", "tools", "chat_template", "chat_template_kwargs", "documents", "functions")
 """Fields that determine, with the model, the KV of a prompt's first token."""
 _CONTEXT_FIELD_SET = frozenset(_CONTEXT_FIELDS)
@@ -63,8 +63,8 @@ def _session_of(body: RequestBody) -> Any:
 
 
 class Traffic:
-    """The number of a router's requests, and the durations of the last ones' phases, in a bounded ring. `num_waiting`:
-    requests that wait for an instance to start."""
+    """The number of a router's requests, and the durations of the phases of its last requests, in a bounded ring.
+    `num_waiting`: requests that wait for an instance to start."""
 
     def __init__(self) -> None:
         self._ring: deque[RequestObservation] = deque(maxlen=MAX_OBSERVED)
@@ -91,7 +91,7 @@ class Chooser:
     log_interval_s = 60.0
 
     def __init__(self, config: RouterConfig, clock: Clock, pools: Pools) -> None:
-        """Raises `ConfigError` if the policy does not exist or does not have one of the options."""
+        """Raises `ConfigError` if the policy does not exist, or lacks one of the options."""
         self.config, self.clock = config, clock
         self.index, self.estimates = PrefixIndex(_PREFIX_INDEX_ENTRIES), Estimates()
         self.threshold = Threshold(self.estimates, self.index, config.fixed_threshold, pools.shared_plan)

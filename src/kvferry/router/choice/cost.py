@@ -15,13 +15,14 @@ import numpy as np
 from kvferry.router.instances.load import Candidates, Vector
 
 _USUAL_RATIO, _MIN_MEASUREMENTS = (0.75, 1.33), 32
-"""Slopes that count as usual, as a ratio; number of measurements before an instance has a slowness of its own."""
+"""A ratio of slopes within which an instance counts as normal; and the number of measurements before an instance has
+its own slowness."""
 
 
 @dataclass
 class LinearFit:
-    """y = base + slope · x with neither of them negative, fitted by least squares. Each new measurement multiplies the
-    weight of all earlier ones by `forget`."""
+    """y = base + slope · x, fitted by least squares; base and slope are not negative. Each new measurement multiplies
+    the weight of all earlier ones by `forget`."""
 
     base: float
     slope: float
@@ -46,7 +47,7 @@ class LinearFit:
 
     def add(self, x: float, y: float) -> None:
         """Add a measurement. A value far beyond expectation is limited to ten times the expected one, because a pause
-        of the instance says nothing about its speed."""
+        of the instance does not show its speed."""
         if self.num_measured >= 8 and y > (max_y := 10.0 * (self.base + self.slope * x) + 1e-3):
             y = max_y
         self.num_measured += 1
@@ -76,20 +77,21 @@ class Estimates:
         self._prefill: OrderedDict[str, LinearFit] = OrderedDict()
         self._rows: dict[str, int] = {}
         self._slowness = np.ones(self.max_instances + 1)
-        """The slowness of each instance, by `_rows`; row 0 is for all others."""
+        """The slowness of each instance, by its row in `_rows`; row 0 is for all other instances."""
         self._unusual: set[str] = set()
         """Instances whose slowness is not 1."""
         self._num_fits = 0
         self.any_prefill = LinearFit(base=0.01, slope=1e-4, reach=4096)
-        """Seconds of prefill by tokens to compute, including the tokens queued before it."""
+        """Seconds of prefill by the number of tokens to compute, including the tokens queued before the prompt."""
         self.hand_off = LinearFit(base=0.01, slope=1e-6, reach=4096)
-        """Seconds from the end of prefill to decode's first byte, by tokens that decode had not cached."""
+        """Seconds from the end of the prefill to the first byte of the decode instance, by the number of tokens that
+        the decode instance had not cached."""
         self.decode = LinearFit(base=0.02, slope=2e-5, reach=32)
-        """Seconds per token, by running answers on the instance."""
+        """Seconds per token, by the number of running answers on the instance."""
         self.answer_tokens = 256.0
         """Tokens of a typical answer."""
         self.bytes_per_token = 4.0
-        """Bytes of a token in prompts as JSON text."""
+        """Mean bytes of a token in a prompt's JSON text."""
 
     def prefill_s(self, name: str, num_tokens: float) -> float:
         """Seconds until an instance has computed a prompt. `num_tokens` includes the tokens queued before it."""
@@ -100,8 +102,8 @@ class Estimates:
         return self._prefill.get(name, self.any_prefill).slope
 
     def slowness(self, instances: Candidates[Any]) -> Vector | None:
-        """Time per token of prefill on each instance, relative to the usual one; None if all are usual. A ratio close
-        to 1 counts as 1, or measurement noise would decide where long prompts go."""
+        """Time per token of prefill on each instance, relative to the normal time; None: all instances are normal. A
+        ratio close to 1 counts as 1, because otherwise measurement noise would decide where long prompts go."""
         if not self._unusual:
             return None
         cached = instances.memo.get(self)
@@ -160,5 +162,5 @@ class Estimates:
             self.bytes_per_token += 0.05 * (min(16.0, num_bytes / num_tokens) - self.bytes_per_token)
 
     def interference_s(self) -> float:
-        """Seconds that two concurrent answers on an instance cost each other, in sum."""
+        """Seconds by which two concurrent answers on an instance delay each other, in sum."""
         return 2.0 * self.decode.slope * self.answer_tokens

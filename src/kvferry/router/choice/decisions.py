@@ -38,7 +38,7 @@ class Decision(msgspec.Struct, kw_only=True):
     """The record of one request, encoded as JSON on demand.
 
     `cached`: expected cached tokens of the prompt by instance; `choice`: the policy's last choice; `reason`: why the
-    request was split, or not. Times are in seconds since the epoch; None: it did not get that far.
+    request was split, or not. Times are in seconds since 1970; None: the request has not reached this point.
     """
 
     request_id: bytes
@@ -76,8 +76,8 @@ class Decision(msgspec.Struct, kw_only=True):
         return None if self.choice is None else self.choice.decode.name
 
     def phases(self) -> list[tuple[str, float]]:
-        """The duration of each phase that is over, in seconds and in order. They overlap if both legs are called at the
-        same time, and are negative where a clock was set back meanwhile."""
+        """The duration of each completed phase, in seconds and in order. Phases overlap if both legs are called at the
+        same time. A duration is negative if a clock was set back in the phase."""
         sent, answered, first_byte = self.prefill_sent, self.prefill_answered, self.first_byte
         timeline = None if self.prefill_usage is None else self.prefill_usage.timeline
         started, computed = (timeline.prefill_started, timeline.prefill_done) if timeline is not None else (None, None)
@@ -98,8 +98,7 @@ class Decision(msgspec.Struct, kw_only=True):
         return phases
 
     def server_timing(self) -> bytes:
-        """The phases that are over, in milliseconds, as a `Server-Timing` header
-        (https://www.w3.org/TR/server-timing/)."""
+        """The completed phases, in milliseconds, as a `Server-Timing` header (https://www.w3.org/TR/server-timing/)."""
         return ", ".join(f"{name};dur={1000 * max(0.0, seconds):.1f}" for name, seconds in self.phases()).encode()
 
     def to_builtins(self) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from kvferry.router.instances.shared_plan import SharedFleetPlan
 
 
 def answers_missed(itl_s: float, step_s: float, answer_tokens: float, num_answers: float, stall_s: float) -> float:
-    """Expected number of answers on an instance that miss the inter-token target because of a stall.
-
-    A token takes `step_s`. Lengths of answers, `answer_tokens` in the mean, are assumed to be the sum of two
-    exponential variables: a share of about `2 · r²` is shorter than `r` times the mean, for small `r`. Infinite if a
-    step alone takes longer than the target."""
+    """Expected number of answers on an instance that miss the ITL target because of a stall. A token takes `step_s`
+    seconds. Lengths of answers, `answer_tokens` in the mean, are assumed to be the sum of two exponential variables: a
+    share of about `2 · r²` is shorter than `r` times the mean, for small `r`. Infinite if a step alone takes longer
+    than the target."""
     slack_s = (itl_s - step_s) * answer_tokens
     return 2 * num_answers * (stall_s / slack_s) ** 2 if slack_s > 0 else math.inf
 
@@ -34,11 +33,11 @@ def meets_itl(itl_s: float, step_s: float, answer_tokens: float, num_answers: fl
 
 
 class Threshold:
-    """Number of uncached tokens from which a prompt is handed off. It tunes itself, unless `fixed` (0: always hand off)
-    or the fleet's controller sets it."""
+    """The number of uncached tokens from which a prompt is handed off. It is adjusted to measurements, unless `fixed`
+    (0: always hand off) or the fleet's controller sets it."""
 
     min_hand_offs = 32
-    """Measured hand-offs before the threshold applies; until then every request is handed off."""
+    """Number of measured hand-offs from which the threshold applies. Before that, every request is handed off."""
 
     def __init__(
         self,
@@ -73,7 +72,8 @@ class Threshold:
         return self._estimates.hand_off.num_measured >= self.min_hand_offs if fixed is None else fixed != 0
 
     def keeps_aggregated(self, traits: PromptTraits, prefill: Target, decode: Target) -> str | None:
-        """Reason for `decode` to do both phases, `short_prompt` or `prefill_busy`; None: hand off from `prefill`."""
+        """The reason why `decode` should do both phases, `short_prompt` or `prefill_busy`; None: hand off from
+        `prefill`."""
         cached = self._index.match(traits.prefix)
         left = max(0, traits.num_tokens - cached.tokens(decode))
         if self._fixed is not None:
@@ -100,7 +100,8 @@ class Threshold:
         self, traits: PromptTraits, prefill: Target, decodes: Candidates[Any], max_num_seqs: int
     ) -> bool:
         """True if none of these decode instances is expected to meet the targets with another answer, whose prompt
-        `prefill` computes. Its first token would wait for one of the `max_num_seqs` slots, or its tokens be slow."""
+        `prefill` computes. Its first token would wait for one of the `max_num_seqs` places, or its tokens would be
+        slow."""
         targets = self._shared_plan.targets_s
         if targets is None or self._fixed is not None:
             return False

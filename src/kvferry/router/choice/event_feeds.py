@@ -28,7 +28,7 @@ class EventFeeds:
     """The feeds of all instances of a router."""
 
     retry_delay_s = 5.0
-    """Seconds after which a feed that ended in an error is followed again."""
+    """Seconds after which a feed that ended in an error is started again."""
     reconcile_interval_s = 1.0
 
     def __init__(
@@ -41,7 +41,7 @@ class EventFeeds:
         self._tasks: dict[Instance, tuple[EventsAddress, asyncio.Task[None]]] = {}
 
     async def watch(self) -> None:
-        """Follow every instance that publishes events, as instances come and go; runs until it is cancelled."""
+        """Follow every instance that publishes events, also instances that join later. Runs until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 self._reconcile(group)
@@ -81,11 +81,11 @@ class EventFeeds:
                 logger.warning("%s publishes KV events, which are not followed: %s", instance, error)
                 return
             except Exception:
-                # Events come from outside: no event may end this feed, nor another one.
+                # Events come from other processes: an event must not end this feed, or another one.
                 if not num_errors:
                     logger.exception("the KV events of %s cannot be followed; trying again", instance)
                 num_errors += 1
-            self._index.cleared(instance)  # events since the error are lost
+            self._index.cleared(instance)  # the events since the error are lost
             await asyncio.sleep(self.retry_delay_s)
 
     def _apply(self, instance: Instance, update: FeedUpdate) -> None:
@@ -100,7 +100,8 @@ class EventFeeds:
                 self._metrics.events_received(instance, len(update))
 
     def _apply_event(self, instance: Instance, event: Event) -> None:
-        """Apply an event of the device's memory and the first group of layers, which prefix matching uses."""
+        """Apply an event, if it is about the device's memory and the first group of layers: prefix matching uses only
+        these."""
         match event:
             case AllBlocksCleared():
                 self._index.cleared(instance)

@@ -1,4 +1,5 @@
-"""Pairs of instances that can serve a request together: same model, KV that D can read, and a form of hand-off.
+"""Pairs of instances that can serve a request together: they have the same model, D can read P's KV, and there is a
+form of hand-off for them.
 
 Results are cached until an instance joins, leaves or reports new facts. When the process of an instance was replaced,
 its prefixes and its speed are forgotten. Sets each cache's capacity in the prefix index.
@@ -31,7 +32,7 @@ class Pairing:
     def __init__(self, config: RouterConfig, pools: Pools, index: PrefixIndex, estimates: Estimates) -> None:
         self._config, self._pools, self._index, self._estimates = config, pools, index, estimates
         self._last_seen: dict[Instance, tuple[int, Facts]] = {}
-        """The process of each instance, and its last facts."""
+        """Each instance's process and last facts."""
         self._pool_revision, self._revision, self._form_states = pools.decode.revision, -1, -1
         self._forms: dict[Instance, MakeForm | str] = {}
         """The current form of each prefill instance's hand-offs, or the reason why it has none."""
@@ -41,11 +42,11 @@ class Pairing:
     def options(
         self, model: str, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_aggregate: bool
     ) -> Options[Instance]:
-        """The instances that have the model, with the predicate that tells which of them are pairs."""
+        """The instances that have the model, with a predicate that is True for those that are pairs."""
         self.refresh()
         if self._models_differ:
             prefills, decodes = with_model(model, prefills), with_model(model, decodes)
-        # `_can_pair` covers the instances of the pools only; a draining prefill instance is passed alone.
+        # `_can_pair` knows only the instances in the pools; a draining prefill instance is passed alone.
         can_pair = self._can_pair_now if len(prefills) == 1 and not prefills[0].state.usable else self._can_pair
         return Options(prefills, decodes, may_aggregate and self._may_aggregate, can_pair, self._decode_max_num_seqs)
 
@@ -75,8 +76,8 @@ class Pairing:
         return choose_form(self._config, prefill, confirmed) or "no_bootstrap"
 
     def no_hand_off_reason(self, instance: Instance) -> str:
-        """Reason why an instance takes part in no hand-off although instances of the other role exist; empty if it
-        does. For reports, not for placing requests: it may look at all pairs."""
+        """The reason why an instance takes part in no hand-off although there are instances of the other role; empty:
+        it takes part. For reports, not for placing requests, because it may examine all pairs."""
         self.refresh()
         is_prefill = instance.role == "prefill"
         others = (self._pools.decode if is_prefill else self._pools.prefill).instances
@@ -128,7 +129,7 @@ class Pairing:
     def _update(self, instance: Instance) -> None:
         process, facts = self._last_seen.get(instance, (-1, None))
         if process != instance.process.number:
-            self._estimates.forget(instance.name)  # also of an instance that had the same name before
+            self._estimates.forget(instance.name)  # also the state of an instance that had the same name before
             if process >= 0:
                 self._index.cleared(instance)
         current = instance.facts
@@ -151,13 +152,13 @@ def _decode_max_num_seqs(instances: Sequence[Instance], decode: Sequence[Instanc
 
 
 def with_model(model: str, instances: Sequence[Instance]) -> Candidates[Instance]:
-    """The instances that report this model; all of them if none does: an adapter may have been loaded since, and an
-    instance gives the best error for a model that it does not have."""
+    """The instances that report this model; all of them if none does: an adapter may have been loaded since then, and
+    an instance's own error for an unknown model is the best one."""
     group = candidates(instances)
     serving: Candidates[Instance] | None = group.memo.get(model)
     if serving is None:
         serving = Candidates(instance for instance in group if model in instance.model_names)
-        if serving:  # names that no instance serves come from clients, without bound
+        if serving:  # clients can send any number of names that no instance serves
             group.memo[model] = serving
     return serving or group
 

@@ -107,14 +107,14 @@ class Placement:
         self._failed.add(instance)
 
     def reset_failed(self) -> None:
-        """Let decode instances be tried again that failed because prefill did."""
+        """Allow further attempts on decode instances that failed because the prefill instance did."""
         self._failed -= set(self._pools.decode.instances) - self._excluded
         self._num_decodes = 0
 
     def _choose(
         self, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_aggregate: bool = True
     ) -> Choice[Instance]:
-        """The policy's choice among these, with at least one decode instance; it is recorded."""
+        """The policy's choice among these instances, of which at least one is a decode instance. Records the choice."""
         choice = self._chooser.choose(self.asked, prefills, decodes, may_aggregate=may_aggregate)
         self.decision.choice, self.decision.reason = choice, choice.reason
         return choice

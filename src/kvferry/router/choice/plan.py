@@ -35,8 +35,7 @@ _NO_HAND_OFF = {
     "several_choices": "SGLang's servers meet once for all choices, and would wait without end; send as many requests,"
     " or a list of prompts",
 }
-"""Reasons that lie in the request, so that a retry does not help, with the message where only hand-offs are
-possible."""
+"""Reasons in the request itself, so that a retry does not help; and the message if only hand-offs are possible."""
 
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
@@ -64,7 +63,7 @@ def make_plan(path: str, body: RequestBody, pools: Pools) -> Plan:
 
 def is_to_be_disaggregated(plan: Plan) -> bool:
     """True if this request must be handed off because no instance does both phases. False if it is malformed: any
-    instance gives its error. Raises `InvalidRequest` if it cannot be handed off."""
+    instance returns the error. Raises `InvalidRequest` if it cannot be handed off."""
     reason = plan.reason if isinstance(plan, Aggregated) else None
     if reason in _NO_HAND_OFF:
         label = reason.replace("_", " ")

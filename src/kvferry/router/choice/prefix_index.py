@@ -82,7 +82,7 @@ class Match(Mapping[Any, int]):
         return sum(1 for _ in self)
 
     def to_vector(self) -> Vector:
-        """Number of cached tokens by the instance's position. Those from `num_positions` on belong to no instance."""
+        """Number of cached tokens by the instance's position. Values from `num_positions` on belong to no instance."""
         num_bytes = self._num_positions // 8 + 1
         if len(self._groups) == 1:
             [(bits, num_tokens)] = self._groups
@@ -99,7 +99,8 @@ NO_MATCH = Match((), {}, 0)
 
 
 class PrefixIndex:
-    """Instances are any hashable objects. `max_entries` limits the whole; each instance has an equal share of it."""
+    """Instances are any hashable objects. `max_entries`: maximum number of entries of all instances; each instance may
+    have an equal share of it."""
 
     def __init__(self, max_entries: int = 400_000) -> None:
         self._max_entries = max_entries
@@ -110,7 +111,7 @@ class PrefixIndex:
         """The bits of all instances."""
         self._holders: dict[int, int] = {}
         """For each key, the bit mask of the instances that have its tokens."""
-        # The last match, since several callers look up the same request.
+        # the last match, because several callers look up the same request
         self._version = 0
         self._last_prefix: Prefix | None = None
         self._last_version = 0
@@ -149,8 +150,8 @@ class PrefixIndex:
         return num_tokens
 
     def served(self, instance: Any, prefix: Prefix) -> None:
-        """Record that this instance is sent this prompt and will have its KV; its events report that only later. The
-        deepest parts are evicted first."""
+        """Record that this prompt is sent to this instance, which will have its KV. The instance's events report this
+        only later. The deepest parts are evicted first."""
         cache = self._caches.get(instance) or self._get_cache(instance)
         keys, ends = prefix.keys, prefix.ends
         if cache.block_size and prefix.token_ids is not None:
@@ -195,7 +196,7 @@ class PrefixIndex:
                 self._drop(cache, key)
 
     def cleared(self, instance: Any) -> None:
-        """Apply an event: the instance's cache is empty, as it was reset or the process is new."""
+        """Apply an event: the instance's cache is empty, because it was reset, or the process is new."""
         cache = self._caches.get(instance)
         if cache is not None:
             for key in list(cache.keys):
@@ -238,8 +239,8 @@ class PrefixIndex:
             raise LeakError(f"{len(self._holders)} prefixes have holders, which have {len(held)}")
 
     def _longest_prefixes(self, keys: Sequence[int], ends: Sequence[float]) -> list[tuple[int, int]]:
-        """Follow the keys until no instance has the next one; return bit masks of instances with the tokens that these
-        have."""
+        """Follow the keys until no instance has the next one. Returns pairs of a bit mask of instances and the number
+        of tokens that these instances have."""
         holders, remaining, reached = self._holders, self._all_bits, 0.0
         groups: list[tuple[int, int]] = []
         for key, end in zip(keys, ends, strict=True):

@@ -21,7 +21,8 @@ _ENDS = (
     *range(4096, 32768, 2048),
     *range(32768, 16 * 2**20 + 1, 8192),
 )
-"""Ends of the sections, in bytes: fine in short prompts, few in long ones. Text beyond the last end has no key."""
+"""Ends of the sections, in bytes. Sections are short at the beginning of a prompt and long later. Text after the last
+end has no key."""
 
 _SEED = 0x6B76666572727900
 _TOKENS_ROOT = 1

@@ -70,6 +70,6 @@ class Admission:
         """Bytes of incomplete bodies, by client address."""
 
     def check(self) -> None:
-        """Raise `LeakError` if bytes are still counted though no request is running."""
+        """Raise `LeakError` if bytes are still counted although no request is running."""
         if self.num_bytes or self.unfinished:
             raise LeakError(f"{self.num_bytes} bytes of bodies were never given back")

@@ -52,8 +52,8 @@ class Endpoints:
         return self._forward(request, body, response)
 
     def read(self, request: ClientRequest, public: PublicPath) -> RequestBody | bytes | None:
-        """Check and parse the body, which must be JSON with its content type. `public`: from `admit`. Raises
-        `InvalidRequest`."""
+        """Check and parse the body, which must be JSON with its content type. A form is returned undecoded if the path
+        takes forms; None: a request that reads and has no body. `public`: from `admit`. Raises `InvalidRequest`."""
         if request.method in _READS and not request.body:
             return None
         if public.takes_forms and content_type(request.headers) == b"multipart/form-data":
@@ -69,8 +69,8 @@ class Endpoints:
     async def translate(
         self, request: ClientRequest, body: RequestBody, response: Response, owner: bytes
     ) -> tuple[ClientRequest, RequestBody]:
-        """The request to an instance's API for one to `TRANSLATED_PATHS`; its answer is translated too. `owner`: of a
-        stored response. Raises `RequestError`."""
+        """Translate a request to one of `TRANSLATED_PATHS` into a request to an instance's API, and have its answer
+        translated back. `owner`: as in `Translator.translate`. Raises `RequestError`."""
         request_id = request.request_id.decode()
         translated = await self._translator.translate(request.path, body.encode(), request_id, owner)
         response.translate(translated.translation)
@@ -88,7 +88,7 @@ class Endpoints:
         return request, self._parse(translated.body)
 
     def named(self, request: ClientRequest, body: RequestBody | bytes | None) -> ClientRequest:
-        """The request with the `request_id` of its body, which vLLM reads if no header contains one."""
+        """The request with the `request_id` of its body as its id, unless a header has an id. vLLM does the same."""
         if REQUEST_ID in request.first or not isinstance(body, RequestBody):
             return request
         value = body.get("request_id")
@@ -97,8 +97,8 @@ class Endpoints:
         return msgspec.structs.replace(request, request_id=sane_request_id(value).encode())
 
     async def _forward(self, request: ClientRequest, body: RequestBody | bytes | None, response: Response) -> None:
-        """Forward the request to one instance as it is. A request that may have been started is repeated only if it
-        only reads."""
+        """Forward the request to one instance as it is. If the instance is lost after it may have begun, only requests
+        that read are sent to another one."""
         services, changes = self._services, LegChanges()
         own: RawHeaders = [(REQUEST_ID, request.request_id)]
         if isinstance(body, RequestBody):

@@ -1,8 +1,8 @@
 """Weighted fair queue of requests beyond the number that may run at a time. Owns the slots and the queues.
 
-Tenants take turns by their weights: other tenants wait for one of a tenant's thousand requests, not for all. Within a
-tenant, a lower `priority` comes first, then the order of arrival; a priority gains nothing on other tenants. A tenant
-at its limit of running requests waits for one of its own to end, without delaying the others.
+Tenants take turns by their weights: if a tenant has a thousand waiting requests, others wait for one of them, not for
+all. Within a tenant, a lower `priority` comes first, then the order of arrival; a priority gives no advantage over
+other tenants. A tenant at its limit of running requests waits for one of its own to end, without delaying the others.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class _TenantQueue:
 
 
 class FairQueue:
-    """Lets at most `max_requests` run and at most `max_waiting` wait, none longer than `wait_s`. If too many wait, the
-    tenant with the largest backlog loses its last request. Of tenants that do not wait, at most about twice
-    `max_remembered` are remembered."""
+    """Lets at most `max_requests` requests run, and at most `max_waiting` wait, each for at most `wait_s` seconds. If
+    too many wait, the last request of the tenant with the largest backlog is refused. At most about twice
+    `max_remembered` tenants without waiting requests are remembered."""
 
     def __init__(
         self, max_requests: int, max_waiting: int = 0, wait_s: float = 0.0, max_remembered: int = 20_000
@@ -51,7 +51,7 @@ class FairQueue:
         self.num_requests = self.num_waiting = 0
         """Number of running requests, and of waiting ones."""
         self._running: dict[bytes, int] = {}
-        """Running requests of tenants with a limit of their own."""
+        """Number of running requests of each tenant that has its own limit."""
         self._queues: dict[bytes, _TenantQueue] = {}
         self._ready: list[tuple[float, int, _TenantQueue]] = []
         """A heap of the queues whose turn may be next, by virtual time."""
@@ -75,10 +75,10 @@ class FairQueue:
         return True
 
     async def wait(self, tenant: Tenant, priority: int = 0) -> None:
-        """Wait for this request's turn, and take a slot until `end`. Raises `QueueFull` if that takes too long or too
-        many wait."""
+        """Wait for this request's turn, and take a slot until `end`. Raises `QueueFull` if that takes too long, or too
+        many requests wait."""
         turn = self._enqueue(tenant, priority)
-        self._start_next()  # slots may be free although the queues listed for them are empty
+        self._start_next()  # slots may be free although the listed queues are empty
         try:
             async with asyncio.timeout(self._wait_s):
                 await turn[2]
@@ -129,7 +129,7 @@ class FairQueue:
         return turn
 
     def _evict_last(self, newcomer: _TenantQueue, turn: _Waiting) -> None:
-        """Evict the last request of the largest backlog. Raises `QueueFull` if that is the newcomer."""
+        """Refuse the last request of the largest backlog. Raises `QueueFull` if that is the new request."""
         num_others = self.num_waiting - 1
         full = QueueFull(f"{self.num_requests} requests are running and {num_others} are waiting; try again later")
         longest = max(self._queues.values(), key=lambda line: (line.backlog, line is newcomer))
@@ -137,7 +137,7 @@ class FairQueue:
         self._remove(longest, last)
         if last is turn:
             raise full
-        if not last[2].done():  # it was withdrawing already, which makes room as well
+        if not last[2].done():  # it is being withdrawn, which makes room too
             last[2].set_exception(full)
 
     def _add_ready(self, line: _TenantQueue | None) -> None:
@@ -183,7 +183,7 @@ class FairQueue:
             self._max_served_ahead = 2 * len(self._served_ahead) + _SLACK
 
     def _withdraw(self, tenant: Tenant, turn: _Waiting) -> None:
-        """Withdraw a request; one that already has its turn passes it on."""
+        """Withdraw a request. If it already has its turn, the next request gets it."""
         line = self._queues.get(tenant.key)
         if line is not None and turn in line.waiting:
             self._remove(line, turn)
@@ -191,6 +191,6 @@ class FairQueue:
             self.end(tenant)
 
     def check(self) -> None:
-        """Raise `LeakError` if a slot is still taken though no request is running."""
+        """Raise `LeakError` if a slot is still taken although no request is running."""
         if self.num_requests or self.num_waiting or self._queues or self._running:
             raise LeakError(f"{self.num_requests} places and {self.num_waiting} turns were never given back")

@@ -1,7 +1,7 @@
 """The metrics of all instances as one text, each sample labelled with the role and name of its instance.
 
 The samples of a metric must be contiguous, so they are collected line by line from all instances. Lines that are not
-samples are dropped, so that one instance's text cannot damage the others'.
+samples are dropped, so that the text of one instance cannot make the others invalid.
 """
 
 from __future__ import annotations

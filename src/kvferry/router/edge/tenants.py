@@ -147,7 +147,7 @@ class Tenants:
 
     @classmethod
     def from_config(cls, config: RouterConfig, clock: Clock) -> Tenants:
-        """Build it from the configuration. Raises `ConfigError` if the file cannot be used."""
+        """Create the tenants from the configuration. Raises `ConfigError` if the file cannot be used."""
         limits = Limits(
             requests_per_minute=config.tenant_requests_per_minute,
             tokens_per_minute=config.tenant_tokens_per_minute,
@@ -235,8 +235,9 @@ def count_tokens(body: RequestBody | bytes | None, path: str, bytes_per_token: f
 
 
 def _measure_pairs(body: RequestBody, first: tuple[str, ...], second: tuple[str, ...]) -> float:
-    """Bytes of all pairs: a single first text is paired with each second one, several with one each. Of synonymous
-    fields an engine reads one, and the costliest choice counts."""
+    """Bytes of all pairs of texts: a single first text is paired with each second text; several first texts are paired
+    with one second text each. An engine reads only one of several synonymous fields, and the costliest choice
+    counts."""
     in_each = sum(len(body.raw(field)) for field in _IN_EACH_PAIR)
     first_texts, second_texts = (
         [(len(raw), _num_items(raw)) for raw in map(body.raw, fields)] for fields in (first, second)
@@ -255,7 +256,7 @@ def _num_items(raw: bytes) -> int:
 
 def _measure_prompts(prompt: bytes, bytes_per_token: float) -> tuple[float, int]:
     """The estimated number of tokens, and the number of prompts, in the JSON of a text, texts, token ids, or lists of
-    token ids. It is not decoded, as it may be very long."""
+    token ids. The JSON is not decoded, because it may be very long."""
     if prompt[:1] != b"[":
         return len(prompt) / bytes_per_token, 1
     if b'"' not in prompt:
@@ -303,7 +304,7 @@ def read_tenants(path: Path, limits: Limits) -> dict[bytes, Limits]:
 
 def _share(limits: Limits, num_workers: int) -> Limits:
     """The limits of a tenant in one of several worker processes, among which the kernel spreads its connections. At
-    least one request at a time, or a client of this process would wait for ever."""
+    least one request at a time, because a client of this process would otherwise wait forever."""
     return msgspec.structs.replace(
         limits,
         requests_per_minute=limits.requests_per_minute / num_workers,

@@ -18,7 +18,7 @@ from kvferry.router.headers import JSON
 from kvferry.router.instances.instance import Instance
 
 _PUBLIC_PATHS = frozenset({"/health", "/version", "/query"})
-"""Paths that every engine serves to anyone, and so are requested without a key."""
+"""Paths that every engine serves without a key, so that the router sends none."""
 
 _NO_ACCESS, _DEFAULT_HTTP = InstanceAccess(), HttpConfig()
 
@@ -39,7 +39,8 @@ class Connections:
         """`fast_path`: streamed answers are relayed in compiled code."""
         key = access.api_key()
         self.authorization: RawHeaders = [] if key is None else [bearer(key)]
-        """The header that replaces the client's own in requests of clients; empty: the client's own is forwarded."""
+        """The header that replaces the client's own `Authorization` in requests of clients; empty: the client's own
+        header is forwarded."""
         self._relays = Relays() if fast_path else None
         self.http = HttpClient(
             access.tls_context(http.tls_ca),

@@ -2,7 +2,8 @@
 
 A helper process owns Dynamo's runtime (`kvferry.bridge.dynamo`), which is native code, one per process, and may need
 another Python. It reports the URL of each worker. Of the routers of a port, the first runs it. Owns the helper:
-restarts it when it has ended, and ends it. The instances have leases, so that a killed router's instances leave.
+restarts it when it has ended, and ends it. The instances have leases, so that the instances of a killed router are
+removed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def dynamo_endpoints(config: RouterConfig) -> list[DynamoEndpoint]:
 
 class DynamoWorkers:
     """Runs the helper and follows its reports. `renew_s`: seconds between two renewals of the leases; `max_wait_s`:
-    longest wait before the helper is restarted; `end_s`: seconds for it to end by itself."""
+    maximum seconds before the helper is restarted; `end_s`: seconds in which it must end by itself."""
 
     max_line = 64 * 1024
 
@@ -59,7 +60,7 @@ class DynamoWorkers:
         max_wait_s: float = 10.0,
         end_s: float = 12.0,
     ) -> None:
-        """`folder`: of the routers of a port; None: a single router. Raises `ConfigError`."""
+        """`folder`: the folder that the routers of a port share; None: a single router. Raises `ConfigError`."""
         self._endpoints = dynamo_endpoints(config)
         self._python = str(config.dynamo_python or sys.executable)
         if self._endpoints and not Path(self._python).is_file():
@@ -71,7 +72,7 @@ class DynamoWorkers:
         self._workers: dict[str, WorkerNews] = {}
 
     async def watch(self) -> None:
-        """Run the helper, if there are endpoints of Dynamo's; until it is cancelled."""
+        """Run the helper until cancelled, if there are endpoints of Dynamo."""
         if not self._endpoints:
             return
         async with self._helper_lock():
@@ -108,7 +109,7 @@ class DynamoWorkers:
             os.close(descriptor)
 
     async def _run(self) -> int:
-        """Run one helper until it ends; returns its exit code."""
+        """Run one helper until it ends. Returns its exit code."""
         process = await asyncio.create_subprocess_exec(
             *(self._python, "-m", _MODULE, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,

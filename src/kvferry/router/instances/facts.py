@@ -117,7 +117,7 @@ def engine_id_of(health: bytes) -> str:
 
 
 async def fetch_facts(instance: Instance, connections: Connections, protocol: ProtocolName, timeout_s: float) -> Facts:
-    """Fetch the facts of an instance; `NotProbed` if it cannot answer now, `UnknownFacts` if it never will. Each
+    """Fetch the facts of an instance; `NotProbed`: it cannot answer now; `UnknownFacts`: the engine is unknown. Each
     request may take `timeout_s`. Raises `ProtocolError` for facts that no kvferry instance reports.
 
     If the protocol was set explicitly, only the requests of that protocol are sent.
@@ -140,7 +140,7 @@ async def fetch_facts(instance: Instance, connections: Connections, protocol: Pr
     if not isinstance(facts, UnknownFacts):
         return facts
     other: Facts = facts
-    if not facts.refused:  # vLLM's servers guard no such path
+    if not facts.refused:  # vLLM's servers require no key for these paths
         other = await _fetch_vllm_facts(instance, connections, timeout_s)
     if isinstance(other, UnknownFacts):
         other = await _fetch_sglang_facts(instance, connections, timeout_s)

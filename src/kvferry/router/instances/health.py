@@ -1,4 +1,4 @@
-"""Health checks of instances: each is checked periodically; failing legs report it sooner."""
+"""Health checks of instances. Each instance is checked periodically; legs that fail cause an earlier check."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _PROBED_MODEL = "kvferry-probe"
 class Health:
     """Updates the state of instances.
 
-    The facts of a healthy instance are fetched before any request needs them; again when another process answers for
-    it, and with each check while its stores take no KV. An instance that left a request without an answer gets a probe
-    request, and one that answered without a ticket is checked for a connector."""
+    The facts of a healthy instance are fetched before any request needs them; They are fetched again when another
+    process answers at its address, and with each check while its stores take no KV. An instance that left a request
+    without an answer gets a probe request, and one that answered without a ticket is checked for a connector."""
 
     new_instance_poll_s = 0.05
     """Seconds until a new instance is probed."""
@@ -62,7 +62,7 @@ class Health:
                 await self.probe(self._pools)
 
     async def watch(self) -> None:
-        """Probe every instance periodically; runs until it is cancelled. A slow instance does not delay the others."""
+        """Probe every instance periodically. Runs until cancelled. A slow instance does not delay the others."""
         watching: dict[Instance, asyncio.Task[None]] = {}
         immediately = False  # `probe_all` has probed the first instances
         async with asyncio.TaskGroup() as group:
@@ -97,7 +97,7 @@ class Health:
         try:
             await self._probe(instance)
         except Exception:
-            # Answers come from outside: no answer may end the checks of all instances.
+            # Answers come from other processes: an answer must not end the checks of all instances.
             logger.exception("%s could not be checked", instance)
 
     async def _probe(self, instance: Instance) -> None:
@@ -107,7 +107,7 @@ class Health:
         except TransferTimeout:
             self._on_late(instance)
             return
-        except TransferError as error:  # also if this process is out of descriptors
+        except TransferError as error:  # also if this process has no free descriptors
             instance.mark_down(str(error))
             return
         if is_router(health):
@@ -126,7 +126,7 @@ class Health:
             if not isinstance(facts, NotProbed):
                 instance.record_probe(facts)
             elif self._config.protocol != "mooncake":
-                self._on_late(instance)  # it answers nothing but its health
+                self._on_late(instance)  # it answers only health checks
                 return
             self._warn_of_no_part(instance)
         instance.mark_healthy()
@@ -137,7 +137,7 @@ class Health:
             instance.mark_late(f"it does not answer for its health within {self._config.health_timeout_s:g} s")
 
     def _find_duplicate(self, instance: Instance) -> Instance | None:
-        """An earlier instance of the same role that is the same process, or None."""
+        """An earlier instance of the same role that is the same process; None: there is none."""
         if instance.draining:
             return None
         for other in self._pools.pool(instance.role).instances:
@@ -184,7 +184,8 @@ class Health:
             instance.mark_responsive()
 
     def _warn_of_no_part(self, instance: Instance) -> None:
-        """Warn of an instance that takes no part in hand-offs, for instance because the URLs of roles were swapped."""
+        """Log a warning about an instance that takes no part in hand-offs, for example because the URLs of the roles
+        were swapped."""
         facts, reason = instance.facts, ""
         if isinstance(facts, UnknownFacts) and facts.refused:
             reason = (

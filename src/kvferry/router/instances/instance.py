@@ -1,4 +1,4 @@
-"""One instance behind the router, as the router sees it."""
+"""One instance behind the router, in the router's view."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     model_names: list[str] = []
     num_kv_tokens: int = 0
     cache_dtype: str = ""
-    """Both from its /metrics (`vllm:cache_config_info`); 0 and empty if missing."""
+    """Capacity of its KV cache in tokens, and the cache's dtype, from its /metrics (`vllm:cache_config_info`); 0 and
+    empty if missing."""
     process: str = ""
     """Start time of its process, from its /metrics; empty if missing."""
     bootstrap: Bootstrap | None = None
@@ -113,7 +114,7 @@ class InstanceState(Enum):
     trusted: bool
 
     def __new__(cls, value: str, usable: bool = False, trusted: bool = False) -> InstanceState:
-        """Create a row of the table below."""
+        """Create one of the states below."""
         state = object.__new__(cls)
         state._value_, state.usable, state.trusted = value, usable, trusted
         return state
@@ -127,7 +128,7 @@ class InstanceState(Enum):
     """It answers health checks, but gave a request no answer and made no progress."""
     DOWN = "down"
     DUPLICATE = "twin"
-    """The same process is an instance under another URL."""
+    """The same process is already an instance, under another URL."""
     DRAINING = "draining"
     """It gets no new requests."""
     DRAINED = "drained"
@@ -137,7 +138,8 @@ class InstanceState(Enum):
 NOT_PROBED = NotProbed()
 
 MAX_LATE_CHECKS = 3
-"""Number of late health checks in a row after which an instance counts as down: one that computes hard may be late."""
+"""Number of late health checks in a row after which an instance counts as down: an instance under full load may be
+late."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -172,13 +174,13 @@ class HealthChecks:
 
 @dataclass(slots=True)
 class ObservedProcess:
-    """The process at an instance's address. Another object takes its place when the process was replaced, or may have
-    been; prefixes, speeds and pauses of an instance are forgotten with its process."""
+    """The process at an instance's address. It is replaced by a new object when the process was replaced, or may have
+    been. Prefixes, speeds and pauses of an instance are forgotten with its process."""
 
     number: int = 0
     """Number of processes that were at this address before."""
     engine_id: str | None = None
-    """The engine in its last health answer; empty if it names none, None before the first answer."""
+    """The engine id in its last health answer; empty: the answer has none; None: there was no answer yet."""
     is_stale: bool = False
     """The instance has failed since its facts were fetched: another process may be at its address. The kind of the
     server is still assumed, but facts of the process are not (`Instance.confirmed`)."""
@@ -188,7 +190,7 @@ class ObservedProcess:
     """As a prefill instance, it has answered without a ticket, and `Health` has not checked its connector yet."""
 
     def successor(self) -> ObservedProcess:
-        """The next process, which has given the last health answer."""
+        """The object for the next process, which has sent the last health answer."""
         return ObservedProcess(self.number + 1, self.engine_id)
 
 
@@ -266,15 +268,15 @@ class Instance:
             logger.warning("%s (%s) is not alive: %s", self, self.url, trouble)
 
     def invalidate(self) -> None:
-        """Mark its facts as stale, as a request broke off or an unknown process answered: `Health` fetches them
+        """Mark its facts as stale, because a request broke off, or an unknown process answered. `Health` fetches them
         again."""
         if not self.process.is_stale:
             self.process.is_stale = True
             self._revision.states += 1
 
     def set_engine_id(self, engine_id: str) -> None:
-        """Record the engine in its health answer, empty if it names none. If the engine has changed, the facts are
-        stale, though the instance was never seen down."""
+        """Record the engine id in its health answer; empty: the answer has none. If the engine has changed, the facts
+        are stale, although the instance was never down."""
         if self.process.engine_id not in (None, engine_id):
             self.invalidate()
             logger.warning("%s (%s): another process answers there now", self, self.url)
@@ -294,7 +296,7 @@ class Instance:
             logger.warning("%s (%s) answers requests again", self, self.url)
 
     def mark_duplicate(self, other: Instance | None) -> None:
-        """Record that it is the same process as `other`; None: no longer."""
+        """Record that it is the same process as `other`; None: it no longer is."""
         if other is None and self.state is InstanceState.DUPLICATE:
             self._enter(InstanceState.UP)
         elif other is not None and self.state.usable:
@@ -325,7 +327,7 @@ class Instance:
         self._enter(state)
 
     def pause_until(self, until: float) -> None:
-        """Avoid it until this time on the router's monotonic clock, as it has asked for."""
+        """Pause it until this time of the router's monotonic clock, as it has requested."""
         self.paused_until = until
         self._revision.states += 1
 

@@ -1,4 +1,4 @@
-"""The load of instances, and the candidates that a policy chooses among.
+"""The load of instances, and the candidates among which a policy chooses.
 
 The numbers of all instances are rows of a table, so that a policy scores hundreds of them with a few vector operations.
 """
@@ -25,9 +25,9 @@ class LoadTable:
     and later tokens count more, so that time changes all rows by a common factor."""
 
     max_half_lives = 64
-    """Number of half-lives after which `LoadTable` rescales its column, long before a number is too large."""
+    """Number of half-lives after which `LoadTable` rescales its column, long before the numbers become too large."""
     half_life_s = 1800.0
-    """Seconds after which tokens that a cache has stored count half."""
+    """Seconds after which the tokens that a cache has stored count half."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -116,8 +116,8 @@ class InstanceLoad:
         self.table.cells[self.offset + _RECENT] += num_tokens * scale
 
     def level(self, peers: Iterable[InstanceLoad]) -> None:
-        """Raise its recent tokens to the lowest value of the peers that it (re)joins. Otherwise all requests would go
-        to it until it had stored as much, whatever its queue."""
+        """Raise its recent tokens to the lowest value of the peers that it joins. Otherwise all requests would go to it
+        until it has stored as many tokens as they have, however long its queue is."""
         cells = self.table.cells
         min_recent = min((cells[peer.offset + _RECENT] for peer in peers), default=0.0)
         cells[self.offset + _RECENT] = max(cells[self.offset + _RECENT], min_recent)
@@ -127,11 +127,10 @@ class InstanceLoad:
 
 
 class Work:
-    """The share of a leg in the load of its instance, from when it is sent until it is over.
-
-    `uncached`: tokens of the prompt that the instance probably has not cached and will store, computed or transferred;
-    `computes`: it will compute them; `decodes`: it will answer; `ahead`: tokens that were queued before it. `now` is on
-    the policy's clock."""
+    """The share of a leg in the load of its instance, from when it is sent until it ends. `uncached`: number of tokens
+    of the prompt that the instance probably has not cached, and will compute or get; `computes`: True if it will
+    compute them; `decodes`: True if it will answer; `ahead`: number of tokens that were queued before them. `now`: time
+    of the policy's clock."""
 
     __slots__ = ("_computing", "_has_ended", "_load", "ahead", "computes", "decodes", "num_concurrent", "uncached")
 
@@ -153,7 +152,7 @@ class Work:
         cells[offset + _RECENT] += uncached * scale
 
     def answered(self) -> None:
-        """Record that the answer has begun, or is given up: the prompt is no longer to be computed."""
+        """Record that the answer has begun or was given up, so that the prompt is no longer to be computed."""
         cells, offset = self._load.table.cells, self._load.offset
         if self._computing:
             self._computing = False
@@ -228,7 +227,7 @@ class Candidates(list[T]):
 
     @property
     def prefill_tokens(self) -> Vector:
-        """Queued tokens of each instance; like the other columns, not to be changed."""
+        """Queued tokens of each instance. Do not change this column, or the others."""
         return self._column(_PREFILL_TOKENS)
 
     @property

@@ -2,7 +2,8 @@
 
 A draining instance gets no new requests. It is drained when it has no running request and no KV to be fetched, by the
 count of each router of this port and by the instance's metrics. The routers of a port share the members
-(`SharedState`); each updates its `Pools` from them. Owns the file that may list all instances.
+(`SharedState`), and each router updates its `Pools` from them. Owns the reading of the file that may list all
+instances.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Membership:
     # Operators' changes.
 
     def add(self, role: LegRole, url: str, bootstrap_port: int = BOOTSTRAP_PORT) -> Instance:
-        """Add an instance, or one again that is draining: its running requests finish under its old name. Raises
+        """Add an instance. It may be one that is draining: its running requests then finish under its old name. Raises
         `ConfigError` if the address is invalid, and `InstanceConflict` if the instance exists already."""
         url = normalise_url(url)
         with self._changing():
@@ -98,7 +99,7 @@ class Membership:
         return instance
 
     def register(self, role: LegRole, url: str, bootstrap_port: int) -> Instance:
-        """Add an instance that registers itself, unless it has registered at another router meanwhile."""
+        """Add an instance that registers itself, unless it has registered at another router since then."""
         with self._changing():
             existing = self._pools.staying(url)
             member = existing[0].member if existing else self._state.add_member(role, url, bootstrap_port)
@@ -115,12 +116,13 @@ class Membership:
         return instance
 
     def supersede(self, url: str) -> None:
-        """Remove the draining instances at this URL as soon as they are drained, as a new instance replaces them."""
+        """Remove the draining instances at this URL as soon as they are drained, because a new instance replaces
+        them."""
         for instance in [instance for instance in self._pools.leaving if instance.url == url]:
             self.retire(instance, remove_when_drained=True)
 
     def retire(self, instance: Instance, *, remove_when_drained: bool = False) -> None:
-        """Send it no new requests, from any router; and remove it once it is drained, if it `remove_when_drained`."""
+        """Drain it in all routers, and remove it once it is drained if `remove_when_drained`."""
         with self._changing():
             self._state.drain_member(instance.member, remove_when_drained=remove_when_drained)
 
@@ -249,7 +251,7 @@ class Membership:
     # Background tasks.
 
     async def watch(self) -> None:
-        """Follow other routers and the file, and find drained instances; runs until it is cancelled."""
+        """Apply changes of other routers and of the file, and find drained instances. Runs until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_members())
             group.create_task(self._watch_file())
@@ -324,12 +326,12 @@ class Membership:
         try:
             await self.check_drained(instance)
         except Exception:
-            # Answers come from outside: no answer may keep another instance from being drained.
+            # Answers come from other processes: an answer must not prevent other instances from being drained.
             logger.exception("could not find out whether %s is drained", instance)
 
     async def check_drained(self, instance: Instance) -> None:
-        """Look whether a leaving instance is drained, and forget it if it is to be removed then. Raises what its answer
-        raises."""
+        """Check if a draining instance is drained, and remove it if it is to be removed then. Raises the error of its
+        answer."""
         self._state.note_idle(instance.member, not instance.is_in_use)
         drained = await self._is_idle(instance) and self._state.all_idle(instance.member) and not instance.is_in_use
         if instance not in self._pools.leaving:
@@ -371,7 +373,7 @@ class Membership:
         return {} if path is None else _parse(self._state.fact("instances file"), path)
 
     async def follow_file(self) -> None:
-        """Apply the changes of the file, if there is one, and it has not changed since the last check."""
+        """Apply the changes of the file, if there is one, once two checks have found the same content."""
         path = self._config.instances_file
         if path is None:
             return

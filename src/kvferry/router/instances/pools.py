@@ -25,8 +25,8 @@ from kvferry.router.instances.load import Candidates, LoadTable, candidates
 from kvferry.router.instances.shared_plan import SharedFleetPlan
 
 NO_TICKETS_S, _WITHOUT_KV_S = 60.0, 2.0
-"""Seconds for which a prefill instance that answers without tickets is excluded from hand-offs; the same for one whose
-store takes no KV and which does not report whether it does again."""
+"""Seconds for which a prefill instance is excluded from hand-offs: one that answers without tickets; and one whose
+store takes no KV, if the instance does not report when it takes KV again."""
 
 
 class RolePool:
@@ -47,8 +47,8 @@ class RolePool:
         """The states of the instances for which `_alive` was computed, and the end of the first pause."""
         self._turn, self._last_turn = 0, dict[Instance, int]()
         self.without_tickets: dict[Instance, tuple[float, int]] = {}
-        """Prefill instances that are excluded from hand-offs: until when, on the router's monotonic clock, and for
-        which process."""
+        """Prefill instances that are excluded from hand-offs for a time, because they gave no tickets or their stores
+        take no KV: the end of that time, on the router's monotonic clock, and the number of the process."""
 
     def add(
         self,
@@ -77,12 +77,12 @@ class RolePool:
         return instance
 
     def exclude_from_hand_off(self, instance: Instance, seconds: float) -> None:
-        """Exclude a prefill instance from hand-offs for `seconds`: D would compute the prompts again."""
+        """Exclude a prefill instance from hand-offs for `seconds`, because D would compute its prompts again."""
         self.without_tickets[instance] = self._clock.monotonic() + seconds, instance.process.number
 
     def mark_without_kv(self, instance: Instance) -> None:
-        """Record that a prefill instance's stores take no KV: exclude it from hand-offs until its facts change, or for
-        a while."""
+        """Record that a prefill instance's stores take no KV. It is excluded from hand-offs until its facts say
+        otherwise; if it reports none, for a short time."""
         if isinstance(instance.facts, InstanceFacts):
             instance.replace_facts(msgspec.structs.replace(instance.facts, stores_take_kv=False))
         else:
@@ -113,8 +113,8 @@ class RolePool:
         self.without_tickets.pop(instance, None)
 
     def alive(self, exclude: Collection[Instance] = ()) -> Candidates[Instance]:
-        """Instances that are usable and not excluded. Degraded and busy (`Retry-After`) instances are included only if
-        there are no others."""
+        """Instances that are usable and not excluded. Degraded and paused (`Retry-After`) instances are included only
+        if there are no others."""
         if not exclude and self._alive_states == self.revision.states and self._alive_until == math.inf:
             return self._alive
         now = self._clock.monotonic()
@@ -130,7 +130,8 @@ class RolePool:
         return self._alive
 
     def _level(self, former: Candidates[Instance]) -> None:
-        """Level the load of instances that are not in `former`: they are new, or were not usable for a while."""
+        """Raise the recent load of instances that are not in `former` (`InstanceLoad.level`): they are new, or were not
+        usable for a while."""
         known_before = set(former)
         stayed = [instance.load for instance in self._alive if instance in known_before]
         for instance in self._alive:
@@ -147,11 +148,8 @@ class RolePool:
         return [instance for instance in trusted if instance.paused_until <= now] or trusted
 
     def pick(self, exclude: Collection[Instance] = ()) -> Instance | None:
-        """The next instance in turn, for requests without a prompt. If none seems usable, any of them: it may be back,
-        and an attempt is better than an error. None if all are excluded.
-
-        The least recently picked instance comes next, so instances may join and leave.
-        """
+        """The next instance in turn, for requests without a prompt: the least recently picked one. If no instance seems
+        usable, any of them, because it may be back and an attempt is better than an error. None if all are excluded."""
         pickable = self.alive(exclude) or [instance for instance in self.instances if instance not in exclude]
         if not pickable:
             return None
@@ -162,13 +160,13 @@ class RolePool:
 
     @property
     def num_alive(self) -> int:
-        """Number of usable instances."""
+        """Number of usable instances, including degraded and paused ones."""
         return sum(instance.usable for instance in self.instances)
 
     @property
     def answers_alone(self) -> bool:
-        """True if an instance can do both phases of a request. One that is not probed yet (it starts, or changes
-        its role) counts as the others do."""
+        """True if an instance can do both phases of a request. Instances that are not probed yet (they start, or change
+        their role) do not count; True if no instance is probed yet."""
         probed = [instance for instance in self.instances if not isinstance(instance.facts, NotProbed)]
         return not probed or any(instance.answers_alone for instance in probed)
 
@@ -219,11 +217,11 @@ class Pools:
         return [instance for instance in self if instance.url == url and not instance.remove_when_drained]
 
     def member(self, number: int) -> Instance:
-        """The instance with this number, which exists."""
+        """The instance with this `member` number. Raises `StopIteration` if there is none."""
         return next(instance for instance in self if instance.member == number)
 
     def retire(self, instance: Instance) -> None:
-        """Send an instance no new requests. May be called repeatedly."""
+        """Begin to drain an instance: it gets no new requests. May be called repeatedly."""
         if not instance.draining:
             instance.drain()
             self.pool(instance.role).drop(instance)

@@ -45,8 +45,8 @@ class Registrations:
     """Serves the route for registrations, and ends leases."""
 
     min_pause_s = 2.0
-    """Seconds that this process must have been stopped for leases to be extended: it could not receive
-    renewals then."""
+    """If this process was stopped for at least these seconds, leases are extended, because it could not receive
+    renewals."""
     sweep_interval_s = 0.5
     max_registered = 4096
 
@@ -88,7 +88,7 @@ class Registrations:
         response.send_json(msgspec.json.encode(Registered(lease_s=self._lease_s, state=state)))
 
     async def watch(self) -> None:
-        """End leases that were not renewed; runs until it is cancelled."""
+        """End leases that were not renewed. Runs until cancelled."""
         checked_at = self._clock.monotonic()
         while True:
             await asyncio.sleep(self.sweep_interval_s)

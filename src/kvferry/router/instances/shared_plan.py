@@ -16,7 +16,7 @@ class SharedFleetPlan:
 
     @property
     def disaggregate_from(self) -> int | None:
-        """Fewest uncached tokens for which a prompt is computed on a prefill instance; None: not set."""
+        """Minimum number of uncached tokens for which a prompt is computed on a prefill instance; None: not set."""
         return None if self.plan is None else self.plan.disaggregate_from
 
     @property
@@ -26,8 +26,8 @@ class SharedFleetPlan:
 
     @property
     def starts_s(self) -> float:
-        """Seconds that an instance takes to start, if one is started for a request that finds none; 0: none is
-        started."""
+        """Seconds in which an instance starts, if the controller starts one for a request when there is none; 0: it
+        starts none."""
         return 0.0 if self.plan is None else self.plan.starts_s
 
     def follow(self, text: str) -> None:

@@ -1,8 +1,8 @@
 """State that the routers of a port share: the instances, their leases, the tickets for next turns, and the routers.
 
-One SQLite database: a file in the folder of the routers' group, or in memory for a single router. There is no leader
-and no waiting: each router writes its own changes, and reads the others' a few times a second. Rows outlive the router
-that wrote them. Owns the connection; knows instances only as rows.
+One SQLite database: a file in the folder of the routers' group, or in memory for a single router. There is no leader,
+and routers do not wait for each other: each router writes its own changes, and reads the changes of others a few times
+a second. Rows outlive the router that wrote them. Owns the connection; knows instances only as rows.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class TicketRow(NamedTuple):
 
 @contextmanager
 def _open_lock(folder: Path) -> Iterator[None]:
-    """Keep other routers from opening the database: SQLite does not wait while the journal's mode is changed."""
+    """Prevent other routers from opening the database: SQLite does not wait while the mode of the journal is
+    changed."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -88,31 +89,32 @@ def _open_lock(folder: Path) -> Iterator[None]:
 
 
 class SharedState:
-    """The database. Methods raise `Unavailable` if another router locks it for too long; nothing was changed then. Used
+    """The database. Methods raise `Unavailable` if another router locks it for too long. Nothing is changed then. Used
     by one event loop."""
 
     max_used = 2**16
-    """Maximum number of remembered signed requests, of half a minute."""
+    """Maximum number of signed requests that are remembered, of the last half minute."""
     max_former_names = 4096
     max_lock_wait_ms = 500
-    """Maximum wait for another router's transaction, which takes microseconds unless that router was stopped."""
+    """Maximum milliseconds to wait for the transaction of another router. A transaction takes microseconds unless that
+    router was stopped."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """`folder`: of the routers' group, which only their user can read; None: a single router."""
+        """`folder`: the folder of the group of routers, which only their user can read; None: a single router."""
         self.folder, self.is_shared = folder, folder is not None
         path = ":memory:" if folder is None else str(folder / "routers.sqlite")
         self._database = sqlite3.connect(path, isolation_level=None, timeout=self.max_lock_wait_ms / 1000)
         self._data_version = -1
         self._pid = os.getpid()
         with nullcontext() if folder is None else _open_lock(folder):
-            if self.is_shared:  # survives the death of any process; need not survive the machine's
+            if self.is_shared:  # survives the end of any process; need not survive the end of the machine
                 self._database.execute("PRAGMA journal_mode = WAL")
                 self._database.execute("PRAGMA synchronous = OFF")
             self._database.executescript(_SCHEMA)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Run the body as a transaction: no other router writes meanwhile, and either all of its changes apply or
+        """Run the body as a transaction: no other router writes at the same time, and either all changes are applied or
         none."""
         if self._database.in_transaction:
             yield

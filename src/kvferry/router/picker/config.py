@@ -13,8 +13,7 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     """The gRPC port for gateways, and the content of the picker's answers."""
 
     grpc_port: Annotated[PortOrAny, COMMON] = 9002
-    """Port on which gateways ask, by gRPC: Envoy's external processing and gRPC's health checks. 0 takes any free
-    one."""
+    """Port of the gRPC server for gateways: Envoy's external processing, and gRPC's health checks. 0: any free port."""
 
     prefill_header: str = "x-prefiller-host-port"
     """Header that names the prefill instance, as host:port, for the decode instance's side. The default is the header
@@ -25,9 +24,9 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     other."""
 
     unproven_pause_s: SecondsOrZero = 1.0
-    """Longest time that an instance is passed over because a gateway without a client certificate
-    (--tls-verify-clients) reports an answer of 429 or 503 from it: anybody could report that. With a certificate, it is
-    what the instance asks for, up to a minute."""
+    """Maximum seconds for which an instance is avoided because a gateway without a client certificate
+    (--tls-verify-clients) reports an answer of 429 or 503: any client could report this. With a certificate, the
+    instance is avoided for as long as it requests, up to a minute."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

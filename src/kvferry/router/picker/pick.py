@@ -66,7 +66,7 @@ class Picked:
                 self._add_work(fallback, computes=self.prefill is None, decodes=True)
 
     def answered(self, status: int, headers: RawHeaders) -> None:
-        """Record that the answer has begun. An instance that is busy is avoided for as long as it asks for."""
+        """Record that the answer has begun. A busy instance is avoided for as long as it requests."""
         services, now = self._services, self._services.clock.monotonic()
         work = self._work[self.decode]
         work.answered()
@@ -108,7 +108,7 @@ class Picked:
 
 @dataclass(frozen=True)
 class Picker:
-    """Chooses as the router with these services does. `fallbacks`: number of other decode instances in the answer;
+    """Chooses like the router with these services. `fallbacks`: number of other decode instances in the answer;
     `max_pause_s`: limit of the pause after the gateway has reported an overload."""
 
     services: Services

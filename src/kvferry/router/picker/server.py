@@ -47,8 +47,8 @@ def run_picker(
     *,
     on_ready: Callable[[dict[str, Any]], None],
 ) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit code. `on_ready` is called with {"url": …, "grpc": "host:port"}
-    once gateways are answered. Raises `ConfigError`."""
+    """Serve until SIGINT or SIGTERM. Returns the exit code. `on_ready`: called with {"url": …, "grpc": "host:port"}
+    once gateways are served. Raises `ConfigError`."""
     if (config.workers or 1) > 1:
         raise ConfigError("--workers is for a router; start several pickers behind one Kubernetes service instead")
     for _, url, _ in configured_instances(config):
@@ -58,7 +58,7 @@ def run_picker(
 
 
 def _require_address(url: str) -> None:
-    """Raise `ConfigError` unless the URL's host is an address: gateways do not take names."""
+    """Raise `ConfigError` unless the URL's host is an address: gateways do not accept names."""
     try:
         ip_address(urlsplit(url).hostname or "")
     except ValueError as error:

@@ -1,7 +1,8 @@
 """One request of a gateway, from its headers to the end of its answer: a stream of Envoy's external processing.
 
-The body comes in pieces (FULL_DUPLEX_STREAMED) and is read as a whole, since the choice depends on the prompt. The
-gateway then gets the endpoints, and the body back. It reports the beginning of the answer, and ends the stream with it.
+The body comes in chunks (FULL_DUPLEX_STREAMED) and is read completely, because the choice depends on the prompt. The
+gateway then gets the endpoints and the body. It reports the beginning of the answer, and ends the stream at the end of
+the answer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _CERTIFICATE_PROPERTY = "x509_pem_cert"
 
 
 class ProcessedRequest:
-    """One stream. Owns the request's share in the router's limits and in its instances' load until it is over."""
+    """One stream. Owns the request's share in the router's limits, and in the load of its instances, until the request
+    ends."""
 
     def __init__(self, router: Router, config: PickerConfig, limits: HttpLimits, stream: Any) -> None:
         self._router, self._config, self._limits, self._stream = router, config, limits, stream
@@ -177,7 +179,7 @@ class ProcessedRequest:
             await self._stream.write(messages.forwarded(message, self._mode))
 
     def _close(self) -> None:
-        """Release all that the request holds."""
+        """Release the request's share in limits and loads."""
         if self._picked is not None:
             self._picked.end()
         if self._tenant is not None:

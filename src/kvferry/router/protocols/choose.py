@@ -105,9 +105,9 @@ def unpaired_reason(prefill: Facts, decode: Facts) -> str:
 
 
 def unpaired_by_keys_reason(prefill: Facts, decode: Facts) -> str:
-    """Why one cannot hand off to the other by keys in a store; empty if it can, as far as is known: both are
-    `are_compatible` and keep keys, and were not started for the other role. Whether they share the store is not known:
-    where not, D computes."""
+    """The reason why P cannot hand off to D by keys in a store; empty: it can, as far as is known: both are
+    `are_compatible` and keep keys, and were not started for the other role. It is not known if they share the store: if
+    not, D computes the prompt."""
     parts: tuple[tuple[Facts, LegRole], ...] = ((prefill, "prefill"), (decode, "decode"))
     for facts, part in parts:
         if reason := _other_role_reason(facts, part):

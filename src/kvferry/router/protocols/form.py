@@ -25,7 +25,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     concurrent: bool = False
     """D is called together with P, with the early ticket."""
     early_is_final: bool = False
-    """P's answer brings no ticket; the early one stays."""
+    """P's answer has no ticket; the early ticket is used."""
     uses_rendezvous: bool = False
     """The ticket is a set of fields at the top of D's body, for one P and one D. It is void when either fails."""
     shares_seed: bool = False

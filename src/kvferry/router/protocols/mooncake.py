@@ -3,8 +3,8 @@
 D finds P's engine through P's bootstrap server, whose answer to GET /query lists the engines, one for each
 data-parallel rank: `{"0": {"engine_id": "…", "worker_addr": {"0": {"0": "tcp://…"}}}}`.
 
-Tested with vLLM 0.32 on CPUs, where the connector asks for the index of a GPU that does not exist. On GPUs it has
-**never run**.
+Tested with vLLM 0.32 on CPUs, where the connector asks for the index of a GPU that does not exist. It has **not yet
+been run** on GPUs.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Delivery:
     jitter_s = 0.5
     """Seconds over which requests that waited for the same busy instance are spread."""
     poll_interval_s = 0.1
-    """Seconds between two looks for an instance that can serve."""
+    """Seconds between two searches for an instance that can serve."""
 
     def __init__(
         self, services: Services, response: Response, body: RequestBody, legs: RequestLegs, record: RequestRecord
@@ -50,14 +50,14 @@ class Delivery:
         self._services, self._response, self._body = services, response, body
         self._legs, self._record = legs, record
         self._source_facts: Facts = NOT_PROBED
-        """Facts of the instance whose answer is forwarded: only a compatible instance can continue it."""
+        """Facts of the instance whose answer is forwarded: only an instance with compatible facts can continue it."""
         self._jitter_s = 0.0
         self._lost: dict[Instance, Facts] = {}
         self._num_continuations_left = services.config.continuations
 
     async def send(self, answer: Leg) -> bool:
-        """Send an answer as it comes. Return True if the client has all of it and it is no error. Raises `RequestError`
-        if nothing can be sent."""
+        """Send an answer while it arrives. Returns True if the client has the complete answer, and the answer is no
+        error. Raises `RequestError` if nothing can be sent."""
         response, relay, conversation = self._response, self._services.relay, self._legs.conversation
         if TIMING_REQUEST in response.request.first:
             response.add_header(SERVER_TIMING, self._record.decision.server_timing())
@@ -134,7 +134,7 @@ class Delivery:
         return answer
 
     async def serve_anywhere(self) -> Leg | None:
-        """Serve a request, of whose answer nothing was sent, on any instance that can serve it now; None if none
+        """Serve a request on any instance that can serve it now, if no byte of its answer was sent. None: no instance
         can."""
         body = self._body.encode()
         return await self._send_until_served(body, InstanceFacts, 0.0) if self._services.config.continuations else None
@@ -164,7 +164,7 @@ class Delivery:
             await asyncio.sleep(self.poll_interval_s)  # until an instance is back, or not busy
 
     async def _try_instance(self, instance: Instance, body: bytes) -> Leg | None:
-        """The instance's answer; None if it is busy, failed or refused, which is recorded."""
+        """The instance's answer. None: the instance is busy, has failed or has refused, which is recorded."""
         leg = await self._legs.continue_on(instance, body)
         if leg.state != "lost" and leg.head.status < 300:
             return leg

@@ -7,7 +7,8 @@ client gets an instance's answer, whatever its status, or an error if no instanc
 A request waits for an instance if a fleet's controller has stopped all of them, and for the first probe of a new one.
 
 `Placement` chooses the next instance, `RequestLegs` sends the legs, `HandOff` reads P's answer, `Delivery` sends the
-answer to the client, and `RequestRecord` records the result. Legs have no task: a change of a leg wakes this one.
+answer to the client, and `RequestRecord` records the result. Legs have no tasks: a change of a leg wakes the task of
+the request.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from kvferry.router.request.services import Services
 _POLL_INTERVAL_S, _COMMENT_INTERVAL_S = 0.1, 5.0
 _FIRST_PROBE_POLL_S = 0.01
 _MAX_START_RATIO, _EXTRA_START_S = 3.0, 60.0
-"""Maximum wait for a start: this many usual starts, plus this many seconds."""
+"""Maximum wait for the start of an instance: this number of usual start times, plus this number of seconds."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -232,8 +233,8 @@ class Exchange:
             last = None
 
     async def _from_any_instance(self) -> Answer:
-        """Serve both phases on an instance of any role, as no decode instance answers. Raises `RequestError` if none
-        can."""
+        """Serve both phases on an instance of any role, because no decode instance answers. Raises `RequestError` if no
+        instance can."""
         leg = await self._delivery.serve_anywhere()
         if leg is None:
             raise unanswered(self._lost_decode)
@@ -260,8 +261,8 @@ class Exchange:
 
 
 async def _wait_for_instances(services: Services, response: Response, *, streams: bool) -> None:
-    """Return once an instance is alive, or when it has taken too long. Meanwhile a client that `streams` gets comments,
-    and the controller sees the number of waiting requests in `Traffic`."""
+    """Wait until an instance is alive, or until this has taken too long. During the wait, a client that `streams` gets
+    comments, and the controller sees the number of waiting requests in `Traffic`."""
     pools, clock = services.pools, services.clock
     starts_s = pools.shared_plan.starts_s
     if starts_s <= 0:

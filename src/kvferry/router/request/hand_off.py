@@ -49,7 +49,7 @@ class HandOff:
         self._previous_ticket, self._conversation, self._record = previous_ticket, conversation, record
         self.outcome: PrefillOutcome = "waiting"
         self.ticket: Any = form.early
-        """The ticket for D: the early one, if there is one, until P's has come."""
+        """The ticket for D: the early ticket, if there is one, until P's ticket has arrived."""
         self.matches_early_ticket, self.is_without_kv = True, False
         """P's ticket comes from the engine that the early one named; no store took P's KV."""
         self.decode_has_ticket, self._is_held = False, True
@@ -130,7 +130,7 @@ class HandOff:
         return was_held
 
     def release(self, releases: Releases, decodes: RolePool, client_headers: RawHeaders) -> None:
-        """Let P free KV that no instance will fetch. Returns at once."""
+        """Let P free KV that no instance will fetch. Does not wait for P."""
         if self.outcome == "waiting" and self._previous_ticket is not None:
             self.give_up()
         if not self.settle():

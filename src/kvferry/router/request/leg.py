@@ -10,8 +10,8 @@ both, and cuts an unfinished answer so that the instance stops. A leg reports th
 busy) to the `Instance`.
 
 A `ProgressTimeout` limits the wait for a leg, by the progress of its instance. A long prefill, or a long queue before
-it, is no reason to give a request up, but an instance that hangs is. Progress is any byte of an answer, or a change of
-the instance's step counter, which is read when no bytes have come for a while (`Legs.watch`).
+it, is no reason to give up a leg; an instance that hangs is. Progress is any byte of an answer, or a change of the
+instance's step counter, which is read if no bytes have arrived for a while (`Legs.watch`).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _STEPS = re.compile(rb"^(?:kvferry:engine_steps_total|vllm:iteration_tokens_tota
 """Number of steps of an engine, in the metrics of kvferry and of vLLM."""
 
 MAX_RETRY_AFTER_S = 60.0
-"""Maximum number of seconds that a busy instance is avoided, whatever its `Retry-After`."""
+"""Maximum seconds for which a busy instance is avoided, even if its `Retry-After` is longer."""
 _MIN_RETRY_AFTER_S, _DEFAULT_RETRY_AFTER_S = 0.1, 1.0
-"""Seconds after `Retry-After: 0`, so that an instance is not asked without pause; and after a missing or unreadable
-one."""
+"""Seconds to wait after `Retry-After: 0`, so that an instance does not get requests without a pause; and seconds after
+a missing or invalid `Retry-After`."""
 
 Verdict = Literal["served", "busy", "fault"]
 """The meaning of an answer's status. `served`: the request succeeded or is the client's error, and the answer is the
@@ -121,7 +121,7 @@ class ProgressTimeout:
             self._progress_at = now  # the client does not read
 
     def is_over(self, total_s: float, now: float) -> bool:
-        """True if the leg is to be given up. `total_s`: the longest wait without a byte, despite other progress."""
+        """True if the leg should be given up. `total_s`: maximum seconds without a byte, even with other progress."""
         is_stalled = self.movable and self._instance.checks.num_late >= MAX_LATE_CHECKS
         waits_too_long = self.waited_for(now) > max(total_s, self._silence_s)
         return is_stalled or waits_too_long or self.silent_for(now) > self._silence_s
@@ -139,7 +139,7 @@ class LegChanges(msgspec.Struct, eq=False):
     _error: Exception | None = None
 
     def notify(self) -> None:
-        """Wake the waiter, as a leg has changed."""
+        """Wake the task that waits, because a leg has changed."""
         self._is_set = True
         self._waiter.wake()
 
@@ -229,7 +229,7 @@ class Leg:
                     assert call.error is not None
                     self._lose(call.error)
                 case "answering" if call.head.is_event_stream or state == "lost":
-                    return  # the request's task does not wait for single pieces of a stream
+                    return  # the task of the request does not wait for single chunks of a stream
             if self.on_change is None or self.on_change():
                 self._changes.notify()
         except Exception as error:
@@ -257,7 +257,7 @@ class Leg:
             case Overloaded():
                 self.error = Unreachable(f"{instance} takes no connection: {error}")
                 instance.pause_until(self._legs.now() + _DEFAULT_RETRY_AFTER_S)
-            case Unreachable() | AnswerTimeout():  # only connecting has a deadline of the client's own
+            case Unreachable() | AnswerTimeout():  # only the connection has a deadline in the HTTP client
                 self.error = Unreachable(f"{instance} cannot be reached: {error}")
                 instance.mark_down(str(error))
             case _:
@@ -287,7 +287,7 @@ class Leg:
             raise self.error or PeerLost(f"the answer of {self.instance} cannot be read: {error}") from error
 
     def collect(self, max_bytes: int) -> None:
-        """Buffer the whole answer until it is taken; a longer one is lost."""
+        """Buffer the whole answer until it is taken. If the answer is longer than that, the leg is lost."""
         self._call.collect(max_bytes)
 
     async def relay(self, response: Response, reader: Reader, *, movable: bool = False) -> None:
@@ -308,7 +308,7 @@ class Leg:
             self._call.fail(LegTimedOut(f"{self.instance} was given up after {waited_s:.1f} s without an answer"))
 
     def close(self) -> None:
-        """End the leg; an unfinished answer is cut. May be called several times."""
+        """End the leg, and cut off an unfinished answer. May be called several times."""
         self.on_change = None  # breaks a reference cycle with the owner of this leg
         if self.state != "ended":
             self._call.close()
@@ -371,7 +371,7 @@ class Legs:
     # Timeouts.
 
     async def watch(self) -> None:
-        """Give up legs that have waited too long; runs until it is cancelled."""
+        """Give up legs that have waited too long. Runs until cancelled."""
         sweep_s = min(self.max_sweep_s, self._silence_s / 4)
         async with asyncio.TaskGroup() as group:
             checked_at = self.now()
@@ -386,7 +386,7 @@ class Legs:
 
     def check_timeouts(self, missed_s: float = 0.0) -> None:
         """Give up legs that have waited too long. `missed_s`: seconds that this process itself was stopped and could
-        not see any progress; bytes that came meanwhile have not been read yet."""
+        not see any progress; bytes that arrived in this time have not been read yet."""
         now = self.now()
         if missed_s:
             for leg in self.open:
@@ -412,7 +412,7 @@ class Legs:
         except TransferError:
             return
         except Exception:
-            # Metrics come from outside: the router goes on, whatever they contain.
+            # Metrics come from other processes: the router continues, whatever they contain.
             logger.exception("%s: its metrics could not be read", instance)
             return
         finally:

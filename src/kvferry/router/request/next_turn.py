@@ -1,9 +1,9 @@
 """Tickets for the KV that decode instances keep of a conversation, for the prefill of its next turn.
 
-D has the KV of the answer; P does not and would compute the answer's tokens again. With `--keep-for-next-turn`, D
-keeps_kv its blocks and returns a ticket. The router removes the ticket from the answer, and gives it to P with the next
-request of the same conversation, whichever router of the port gets it. A ticket can be used once, and is released if it
-is useless. A draining instance keeps_kv its blocks for a while (`--keep-while-draining-s`): the next turn fetches them,
+D has the KV of the answer; P does not and would compute the answer's tokens again. With `--keep-for-next-turn`, D keeps
+its blocks and returns a ticket. The router removes the ticket from the answer, and gives it to P with the next request
+of the same conversation, whichever router of the port gets it. A ticket can be used once. Tickets that cannot be used
+are released. A draining instance keeps its blocks for a while (`--keep-while-draining-s`): the next turn fetches them,
 and its decode instance then has the whole conversation.
 """
 
@@ -42,7 +42,7 @@ class _Ticket(msgspec.Struct):
 
 @dataclass(frozen=True)
 class KeptTicket:
-    """`decode` keeps_kv blocks until `until`, under `transfer_id`; P gets `params` in order to fetch them."""
+    """`decode` keeps blocks until `until`, under `transfer_id`; P gets `params` in order to fetch them."""
 
     decode: Instance
     engine_id: str
@@ -57,7 +57,7 @@ class NextTurns:
 
     sweep_interval_s = 0.5
     ticket_ttl_s = 480.0
-    """Default seconds for which D keeps_kv blocks (`decoder_kv_blocks_ttl`)."""
+    """Default seconds for which D keeps blocks (`decoder_kv_blocks_ttl`)."""
     max_conversations = 8192
     max_ticket = 64 * 1024
 
@@ -71,7 +71,7 @@ class NextTurns:
 
     def take(self, session: str, prefill: Instance) -> KeptTicket | None:
         """Take the ticket with which `prefill` fetches the KV of earlier turns. None if it can fetch nothing; a ticket
-        that it cannot read is released. The process that keeps_kv the KV may be gone."""
+        that it cannot read is released. The process that keeps the KV may be gone."""
         ticket = self._pop(session)
         if ticket is None or ticket.until <= self._clock.monotonic() or _was_replaced(ticket):
             return None
@@ -108,7 +108,7 @@ class NextTurns:
             self._releases.start(ticket.decode, ticket.transfer_id)
 
     async def release_all(self) -> None:
-        """Release all tickets at the end of the last router. Returns once all instances have been told."""
+        """Release all tickets at the end of the last router. Returns once all instances have got the releases."""
         now, rows = self._clock.monotonic(), self._state.tickets()
         tickets = [ticket for row in rows if row.until > now and (ticket := self._pop(row.session)) is not None]
         try:
@@ -122,7 +122,7 @@ class NextTurns:
             raise
 
     async def watch(self) -> None:
-        """Drop useless tickets again and again; runs until it is cancelled."""
+        """Periodically drop tickets that cannot be used. Runs until cancelled."""
         while True:
             await asyncio.sleep(self.sweep_interval_s)
             with suppress(Unavailable):
@@ -207,7 +207,7 @@ class NextTurns:
 
 
 class Conversation:
-    """The tickets of one request's conversation. `keeps_kv`: D keeps_kv its KV for the next turn, and its answer
+    """The tickets of one request's conversation. `keeps_kv`: D keeps its KV for the next turn, and its answer
     contains the ticket."""
 
     max_model = 256
@@ -217,7 +217,7 @@ class Conversation:
     def __init__(self, turns: NextTurns, traits: PromptTraits) -> None:
         self._turns = turns
         self._session = f"{traits.model[: self.max_model]} {traits.session}"
-        """Conversations of different models are different."""
+        """The key of the conversation with this model: conversations with different models are different."""
         self.keeps_kv = False
 
     def keep_if_supported(self, instances: list[Instance]) -> None:
@@ -231,7 +231,7 @@ class Conversation:
         return self._turns.take(self._session, prefill)
 
     def drop(self) -> None:
-        """Release the ticket, as the conversation continues without a prefill instance."""
+        """Release the ticket, because the conversation continues without a prefill instance."""
         self._turns.drop(self._session)
 
     def return_ticket(self, ticket: KeptTicket, *, unused: bool) -> None:

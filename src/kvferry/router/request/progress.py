@@ -39,7 +39,7 @@ class _ErrorEvent(msgspec.Struct):
 
 
 class ResumableStream(ABC):
-    """The events of a stream that several instances of the kind `kind` may send in turn. An event is forwarded whole or
+    """The events of a stream that several instances of the same `kind` may send in turn. An event is forwarded whole or
     not at all. `begun`: the client has an event. `error`: the event with which the instance itself ended the stream.
     `is_unrecoverable`: no instance can continue it."""
 

@@ -24,7 +24,7 @@ from kvferry.router.request.services import Services
 logger = logging.getLogger(__name__)
 
 _EVENT_BYTES = 240
-"""Approximate bytes of a token in a stream: decoding is measured by bytes, as answers are not parsed."""
+"""Approximate bytes of a token in a stream: decoding is measured by bytes, because answers are not parsed."""
 _TEXT_BYTES = 4.0
 """Approximate bytes of a token in an unstreamed answer."""
 
@@ -94,7 +94,7 @@ class RequestRecord:
         estimates.prefilled(leg.instance.name, leg.work.ahead + computed, leg.ended_at - leg.begun_at)
         estimates.tokenized(self._traits.num_bytes, usage.prompt_tokens)
         self._observe_prefill(leg, usage, computed)
-        if self._answered is not None:  # the client had its first token by then
+        if self._answered is not None:  # the client had its first token at this time
             estimates.hand_off.add(self._answered.work.uncached, 0.0)
         if leg.span is not None:
             timeline = usage.timeline or Timeline()

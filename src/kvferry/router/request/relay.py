@@ -1,4 +1,4 @@
-"""Forwards an instance's answer to the client, without anything that leads around the router.
+"""Forwards an instance's answer to the client, without addresses of instances.
 
 Addresses of instances are masked in errors, and redirects are not forwarded.
 """

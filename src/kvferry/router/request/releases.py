@@ -47,8 +47,8 @@ class Releases:
         self._begin(prefill, RELEASE_PATH, _release_body(transfer_id), [], expected=200)
 
     async def send_all(self, held: Sequence[tuple[Instance, str]]) -> None:
-        """Send these releases in small batches, as there may be thousands, and wait for them. Instances do not wait for
-        each other."""
+        """Send these releases in small batches, because there may be thousands, and wait for them. Instances do not
+        wait for each other."""
         by_instance: dict[Instance, list[tuple[Instance, str]]] = {}
         for hand_off in held:
             by_instance.setdefault(hand_off[0], []).append(hand_off)
@@ -91,7 +91,7 @@ class Releases:
             logger.info("a hand-off is left to its lease: %s", error)
             self._metrics.released("failed")
         except Exception:
-            # A release that fails must not end the task group, and with it the router.
+            # A release that fails must not end the task group, which would end the router.
             logger.exception("a hand-off is left to its lease")
             self._metrics.released("failed")
         finally:

@@ -108,8 +108,8 @@ class Replay(ResumableStream):
         self.is_unrecoverable = was_hopeless or self._sent.is_unreadable
 
     def _new_part(self, event: bytes, repeated: _ChoiceState) -> bytes:
-        """The part of an event that the client does not have. Raises `UnreadableStream` if the other part differs from
-        the client's."""
+        """The part of an event that the client does not have yet. Raises `UnreadableStream` if the other part differs
+        from what the client has."""
         data = _parse(event)
         try:
             is_new = repeated.remove_sent(data, self._sent)
@@ -228,7 +228,7 @@ def _are_calls(value: object) -> bool:
 
 
 def _remove_empty_calls(event: dict[str, Any]) -> None:
-    """Remove calls of which the client has all of the event."""
+    """Remove calls for which the client has everything in the event."""
     for choice in _choices(event):
         if calls := _calls(choice):
             for call in calls:

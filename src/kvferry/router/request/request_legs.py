@@ -59,7 +59,7 @@ class RequestLegs:
         self._wants_marks = self.may_continue and has_one_choice(request.path, body)
         self._headers: LegHeaders | None = None
         self.changes = LegChanges()
-        """Waited for by the request's task."""
+        """The task of the request waits for these changes."""
         self.sent: list[Leg] = []
         self._hand_offs: list[HandOff] = []
 

@@ -1,8 +1,8 @@
 """The interface of routing policies: filter, score, pick, for both legs of a request at once.
 
 The router filters (`Options`: healthy instances that have not failed this request, and their pairs). The policy scores
-and picks, and returns one `Choice`. Policies do no I/O: the clock, random numbers, the prefix index and the estimates
-come from their `PolicyContext`, so that a simulator runs the same objects on a virtual clock.
+and picks, and returns one `Choice`. Policies do no input and output: the clock, random numbers, the prefix index and
+the estimates come from their `PolicyContext`, so that a simulator runs the same objects on a virtual clock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PromptTraits(msgspec.Struct, frozen=True):
     model: str = ""
     num_tokens: int = 0
     num_bytes: int = 0
-    """Bytes of the prompt's JSON text; 0 where it is token ids."""
+    """Bytes of the prompt's JSON text; 0 if the prompt is token ids."""
     max_tokens: int | None = None
     streams: bool = False
     is_constrained: bool = False
@@ -50,9 +50,9 @@ def any_pair(prefill: object, decode: object) -> bool:
 class Options(msgspec.Struct, Generic[T], frozen=True):
     """The instances that can serve a request now. `decodes` is never empty.
 
-    Without `prefills`, a decode instance does both phases. With them it may, unless the prompt has already been
-    computed (`may_aggregate` False). A prefill instance may too if `decode_max_num_seqs`, the number of answers that
-    each decode instance runs at a time, is not 0."""
+    Without `prefills`, a decode instance does both phases. With them it also may, unless the prompt has already been
+    computed (`may_aggregate` False). A prefill instance may do both phases if `decode_max_num_seqs`, the number of
+    answers that each decode instance runs at a time, is not 0."""
 
     prefills: Sequence[T]
     decodes: Sequence[T]
@@ -96,12 +96,13 @@ class Options(msgspec.Struct, Generic[T], frozen=True):
 
 
 Scores = tuple[Leg, Sequence[Target], Vector]
-"""Candidates for a leg with their scores; a single candidate has none."""
+"""Candidates for a leg, with their scores; a single candidate has no score."""
 
 
 class Choice(msgspec.Struct, Generic[T], frozen=True):
-    """The instances chosen for a request. `prefill` None: `decode`, of either role, does both phases. `reason`: why it
-    is split, or not. `scores`: the policy's scores of all candidates, lower is better."""
+    """The instances chosen for a request. `prefill` None: `decode`, of either role, does both phases. `reason`: the
+    reason why the request is handed off, or is not. `scores`: the policy's scores of all candidates; lower is
+    better."""
 
     decode: T
     prefill: T | None = None
@@ -130,7 +131,7 @@ class Disaggregation(Protocol):
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """The read-only state that a policy decides by."""
+    """The state by which a policy decides. Policies must not change it."""
 
     clock: Clock
     random: Random
@@ -154,11 +155,11 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, traits: PromptTraits, options: Options[T]) -> Choice[T]:
-        """Choose the instances of both legs. Must not block or change anything; `placed` is called if the choice is
-        used."""
+        """Choose the instances of both legs. Must not block, and must not change any state: `placed` is called if the
+        choice is used."""
 
     def placed(self, traits: PromptTraits, choice: Choice[T]) -> None:
-        """The router uses this choice; the prefix index already contains it."""
+        """Called when the router uses this choice. The prefix index already contains it."""
 
 
 class LegPolicy(Policy):

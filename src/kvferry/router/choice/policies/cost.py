@@ -1,9 +1,9 @@
 """The shortest predicted time: queue, uncached part of the prompt, transfer, and slowdown by other answers while
 decoding.
 
-Every term is in seconds, from speeds that the router has measured (`choice.cost`). The cost to other requests, which
-wait in the queue behind it and whose blocks it evicts, is added to the request's own time. Otherwise a slightly shorter
-queue elsewhere would be reason enough to compute a long prompt again.
+Every term is in seconds, from speeds that the router has measured (`choice.cost`). The costs to other requests are
+added to the request's own time: these requests wait behind it in the queue, and it evicts their blocks. Otherwise, a
+long prompt would be computed again because of a slightly shorter queue elsewhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class CostSettings:
 
 
 class Cost(LegPolicy):
-    """Adds up the terms of P and of D, so that the best pair consists of the best of each."""
+    """The cost of a pair is the sum of a term of P and a term of D, so that the best pair consists of the best P and
+    the best D."""
 
     Settings = CostSettings
 

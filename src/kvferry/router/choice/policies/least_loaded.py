@@ -7,7 +7,7 @@ from kvferry.router.instances.load import Candidates, T, Vector
 
 
 def work(targets: Candidates[T], leg: Leg) -> Vector:
-    """Work of each instance for a leg. Prompts that a decode instance computes count as answers to come."""
+    """Work of each instance for a leg. A prompt that a decode instance computes counts as a future answer."""
     if leg == "prefill":
         return targets.prefill_tokens
     return targets.weighed(num_prefills=1.0, num_decodes=1.0)

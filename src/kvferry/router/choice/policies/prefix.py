@@ -11,12 +11,12 @@ from kvferry.router.choice.policies.base import Leg, LegPolicy, PolicyContext, P
 from kvferry.router.instances.load import Candidates, T, Vector
 
 _TIE_BREAK = 1e-6
-"""Weight of the load among equal prefixes, in tokens of the prompt."""
+"""Weight of the load if prefixes are equal, in tokens of the prompt."""
 
 
 @dataclass(frozen=True)
 class PrefixSettings:
-    """Limits of uneven load for the sake of cached prefixes."""
+    """The settings of the policy: how much more load an instance may have because of cached prefixes."""
 
     pressure: float = 0.1
     """Tokens of the prompt that count for each token that an instance's cache has stored lately."""

@@ -9,7 +9,7 @@ from kvferry.router.instances.load import Candidates, T, Vector
 
 
 class RandomChoice(LegPolicy):
-    """Gives all but one the same score."""
+    """Gives the same score to all instances but one, which is drawn at random."""
 
     def score(self, traits: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
         """0 for the drawn instance, 1 for the others."""

@@ -12,8 +12,8 @@ from kvferry.router.instances.load import Candidates, T, Vector
 
 
 class RoundRobin(LegPolicy):
-    """Gives all the same score; among equals, the least recently chosen instance wins."""
+    """Gives all instances the same score. Among equal scores, the least recently chosen instance wins."""
 
     def score(self, traits: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
-        """The same score for all, so that the turn decides."""
+        """The same score for all instances, so that the turn decides."""
         return np.zeros(len(targets))

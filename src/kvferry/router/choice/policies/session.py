@@ -3,7 +3,7 @@
 A conversation is identified by the client's header or its `user` field, or else by its prefix. A named conversation
 that is new to this router, or whose instance is gone or has failed, is placed by rendezvous hashing (Thaler and
 Ravishankar 1998): the instance that comes first in a hash of both names. Several routers then choose the same instance
-without talking to each other. When an instance joins or leaves, only its own conversations move.
+without communication. When an instance joins or leaves, only its own conversations move.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from kvferry.router.instances.load import Candidates, T, Vector
 
 @dataclass(frozen=True)
 class SessionSettings(PrefixSettings):
-    """Settings; the prefix policy's apply to conversations without a name, which are identified by their prefix."""
+    """The settings of the policy. Those of the prefix policy apply to conversations without a name, which are
+    identified by their prefix."""
 
     max_sessions: int = 65536
-    """Maximum number of conversations remembered; beyond it, the least recent are forgotten."""
+    """Maximum number of remembered conversations. The least recent ones are forgotten first."""
 
 
 class SessionAffinity(PrefixAware):

@@ -26,14 +26,14 @@ EXTENSIONS = ExtensionPoint("--policy", POLICIES, "kvferry.policies")
 
 
 def make_policy(name: str, context: PolicyContext, options: Sequence[str] = ()) -> Policy:
-    """Create the policy of that name with options such as `pressure=0.1`. Raises as `find_policy` and
-    `read_settings` do."""
+    """Create the policy with this name, with options such as `pressure=0.1`. Raises the errors of `find_policy` and
+    `read_settings`."""
     kind = find_policy(name)
     return kind(context, read_settings(name, kind, options))
 
 
 def find_policy(name: str) -> type[Policy]:
-    """The class of that name. Raises `UnknownName`, or `ConfigError` if it is not a policy."""
+    """The class with this name. Raises `UnknownName`, or `ConfigError` if it is not a policy."""
     policy: type[Policy] = EXTENSIONS.find(name, Policy)
     return policy
 
