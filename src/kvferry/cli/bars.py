@@ -12,13 +12,14 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 
 
 def make_bars(*columns: str | ProgressColumn) -> Progress:
-    """Progress bars on standard error that vanish at the end; none if it is not a terminal."""
+    """Progress bars on standard error, which vanish at the end. Nothing is shown if standard error is not a
+    terminal."""
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 class ProgressLines:
-    """Progress as lines, for pipes: one every `every_s` seconds."""
+    """Progress as lines of text, for pipes: one line every `every_s` seconds."""
 
     def __init__(
         self, what: str, clock: Clock = SYSTEM_CLOCK, stream: TextIO | None = None, every_s: float = 5.0
@@ -28,7 +29,7 @@ class ProgressLines:
         self._last = clock.monotonic()
 
     def __call__(self, share: float, what: str | None = None) -> None:
-        """`share` of 1 is done; `what` is next."""
+        """Show the progress. `share`: the part that is done, from 0 to 1; `what`: what is being done now."""
         self._what = what or self._what
         now = self._clock.monotonic()
         if now - self._last >= self._every_s:

@@ -1,4 +1,4 @@
-"""Checks that need nothing to be started or loaded; each error is one line."""
+"""Checks that start and load nothing. Each error is one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def check_before_start(
     router: RouterConfig | None = None,
     transfer: str | None = None,
 ) -> None:
-    """Check the settings before a start. Raises `ConfigError`. Processes under a supervisor need not call it again."""
+    """Check the settings before anything is started. Raises `ConfigError`. Processes under a supervisor need not call
+    this again."""
     _require_temporary_folder()
     require_cache_dir()
     access.check_files()
@@ -61,7 +62,7 @@ def check_before_start(
 
 def _require_room(engine: EngineConfig, fleet: FleetSpec | None) -> None:
     """Raise `ConfigError` if KV caches in host memory would not fit. With `--device auto` and a GPU, they are in the
-    GPU's."""
+    GPU's memory."""
     may_use_gpu = engine.device == "cuda" or (engine.device == "auto" and has_gpu())
     if engine.kv_cache_memory is None or may_use_gpu:
         return
@@ -72,7 +73,7 @@ def _require_room(engine: EngineConfig, fleet: FleetSpec | None) -> None:
 
 def _check_connector(transfer: str, fleet: FleetSpec | None) -> None:
     config = parse_transfer_config(transfer)
-    draws_token = fleet is not None and fleet.is_split  # a process that starts several instances makes one for them
+    draws_token = fleet is not None and fleet.is_split  # a process that starts several instances makes a token for them
     try:
         find_connector(config).check_here(config, has_token=draws_token or bool(shared_token()))
     except ConfigError as error:
@@ -80,8 +81,8 @@ def _check_connector(transfer: str, fleet: FleetSpec | None) -> None:
 
 
 def _require_temporary_folder() -> None:
-    """PyTorch searches for one when it is imported, and ends with a traceback without: as in a container that is
-    read-only from top to bottom."""
+    """Raise `ConfigError` if there is no writable directory for temporary files. PyTorch searches for one when it is
+    imported, and ends with a traceback if there is none, as in a container with a read-only file system."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:

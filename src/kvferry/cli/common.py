@@ -27,7 +27,7 @@ from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig
 
 if TYPE_CHECKING:
-    # What a type checker sees; the flags have the same fields.
+    # For the type checker only: the flags have the same fields.
     AccessFields = HttpAccess
     ChoiceFields = EngineChoice
     EngineFields = EngineConfig
@@ -105,7 +105,7 @@ class TerminalReporter:
 
 @contextmanager
 def reporting(name: str, ready_fd: int | None, log: LogConfig, summary: ServeSummary) -> Iterator[Reporter]:
-    """A reporter to the supervisor if there is one, otherwise to the terminal; sets up logging for a process with that
+    """Report to the supervisor if there is one, otherwise to the terminal. Sets up logging for a process with this
     name."""
     if ready_fd is not None:
         set_up_logging(log, name)
@@ -119,6 +119,6 @@ def reporting(name: str, ready_fd: int | None, log: LogConfig, summary: ServeSum
 
 
 def run_foreground(settings: ProcessSettings, name: str, ready_fd: int | None, summary: ServeSummary) -> int:
-    """Run a process of kvferry's in this one, until SIGINT or SIGTERM; returns the exit code."""
+    """Run a process of kvferry as this process, until SIGINT or SIGTERM. Returns the exit code."""
     with reporting(name, ready_fd, settings.log, summary) as reporter:
         return run_process(settings, reporter)

@@ -60,7 +60,7 @@ def fleets(context: Any) -> list[str]:
 
 
 def instances(context: Any) -> list[str]:
-    """Names of the instances of this user's fleets and commands, as far as they are written down here."""
+    """Names of the instances of this user's fleets and commands, as far as they are recorded on this machine."""
     names: dict[str, None] = {}
     for fleet in fleets(context):
         with suppress(KvferryError, OSError):
@@ -72,7 +72,7 @@ def instances(context: Any) -> list[str]:
 
 
 def urls(context: Any) -> list[str]:
-    """URLs of what serves here."""
+    """URLs of this user's fleets and commands that serve on this machine."""
     addresses = []
     for fleet in fleets(context):
         with suppress(KvferryError, OSError):

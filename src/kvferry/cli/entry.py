@@ -14,12 +14,12 @@ def main() -> NoReturn:
     """Run the command line of this process, and end it with the exit code."""
     prepare_streams()
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_default:  # and not ignored, as under nohup
+    if is_default:  # unless it is ignored, as under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from kvferry.core.runtime.process_exit import exit_process
 
     if len(sys.argv) == 1:
-        from kvferry.cli.home import main as run_home  # which needs no other command
+        from kvferry.cli.home import main as run_home  # completion needs no other command
 
         exit_process(run_home())
     from kvferry.fleet.backends.local.spawning import start_fork_process_early

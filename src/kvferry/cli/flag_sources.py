@@ -46,7 +46,7 @@ STARTS: Mapping[Command, tuple[Any, ...]] = {
     ("fleet", "render"): FLEET,
     ("fleet", "recommend"): FLEET,
 }
-"""The settings of what each command starts."""
+"""The settings of the processes that each command starts."""
 
 STARTS_NOTHING: frozenset[Command] = frozenset(
     {
@@ -58,21 +58,22 @@ STARTS_NOTHING: frozenset[Command] = frozenset(
         *((name,) for name in ("boards", "bench", "ask", "chat", "completion")),
     }
 )
-"""Commands that start no server, or one whose settings a ledger has."""
+"""Commands that start no server, or a server whose settings are in a ledger."""
 
 _HARMLESS = frozenset({variable_name("verbose")})
-"""Variables that change nothing but what a command shows."""
+"""Variables that change only the output of a command."""
 
 FROM_A_SPEC = tuple(("fleet", name) for name in ("apply", "run", "render", "recommend"))
 
 _SHARED = {"engine": (EngineConfig, EngineChoice, InstanceSpec), "router": (RouterConfig,)}
-"""Tables that several commands read, and the settings each may hold."""
+"""Tables that several commands read, and the settings that each may have."""
 
 _Table = dict[str, Any]
 
 
 class ConfigFile:
-    """A source of flags for cyclopts, read once. Raises `ConfigError` that names the file, the table and the key."""
+    """A source of flags for cyclopts, which is read once. Raises `ConfigError`, which names the file, the table and the
+    key."""
 
     def __init__(self, path: Path, commands: Iterable[str]) -> None:
         self._path = path
@@ -84,7 +85,7 @@ class ConfigFile:
                 raise ConfigError(f"{path}: {name} is outside of any table; put it under [engine] or [serve]")
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Called by cyclopts before a command runs: fill in flags that are not set yet."""
+        """Called by cyclopts before a command runs: set flags that are not set yet."""
         if not commands:
             return
         flags = {_field(name) for argument in arguments for name in argument.names}
@@ -96,7 +97,7 @@ class ConfigFile:
             Dict(entries, source=f"{self._path} [{table}]")(app, commands, arguments)
 
     def _entries(self, table: str, flags: set[str], *, is_own: bool) -> _Table:
-        """The entries of a table that are flags of this command. Keys that no command has are refused."""
+        """The entries of a table that are flags of this command. Raises `ConfigError` for a key that no command has."""
         known_names = flags if is_own else {name for config in _SHARED[table] for name in config.__struct_fields__}
         entries = {}
         for key, value in self._tables.get(table, {}).items():
@@ -124,8 +125,8 @@ def _field(name: str) -> str:
 
 
 def refuse_unread(command: Command, app: App, *, has_file: bool = False) -> None:
-    """Raise `ConfigError` for a variable that sets a flag of what `command` starts, and that the command itself does
-    not have. `has_file`: flags come from a TOML file too."""
+    """Raise `ConfigError` for a variable that sets a flag of a process that `command` starts, if the command itself
+    does not have the flag. `has_file`: flags come from a TOML file too."""
     reads_spec = command in FROM_A_SPEC
     if reads_spec and has_file:
         raise ConfigError(f"`kvferry {' '.join(command)}` takes its settings from the spec: leave out --config")

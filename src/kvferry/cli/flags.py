@@ -1,4 +1,5 @@
-"""Command line flags from the structs of settings (`core.settings.model`): nothing is written twice."""
+"""Makes command line flags from the structs of settings (`core.settings.model`), so that each setting is written
+once."""
 
 from __future__ import annotations
 
@@ -51,14 +52,16 @@ def complete(config: type[T], flags: Any, **more: Any) -> T:
     values = asdict(flags)
     for name, value in (values | more).items():
         flag = f"--{name.replace('_', '-')}"
-        if value == "" or (isinstance(value, tuple | list) and "" in value):  # often a variable that was not set
+        if value == "" or (
+            isinstance(value, tuple | list) and "" in value
+        ):  # often because a shell variable was not set
             raise ConfigError(f"{flag} must not be empty; leave it out to have its default")
     return config(**(values | more))
 
 
 def _parameter(setting: SettingsField, text: str, group: Group | None) -> Parameter:
     # No --empty-… for lists. No "default: ()" and "default: None": they are what not giving the flag means.
-    grouped: dict[str, Any] = {} if group is None else {"group": group}  # None would hide its command's group
+    grouped: dict[str, Any] = {} if group is None else {"group": group}  # None would hide the group of its command
     return Parameter(
         help=text,
         alias=f"--{setting.alias}" if setting.alias else None,

@@ -1,5 +1,5 @@
 """The pages of `--help`, which has the flags that most users set, and of `--help-all`, which has every flag. Examples
-stand on lines of their own, as they can be pasted."""
+are on separate lines, so that they can be pasted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ ALL = "--help-all"
 
 
 def _columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]) -> tuple[ColumnSpec, ...]:
-    """The columns of a group of commands or flags. The longest flag fits in one line: a broken one cannot be copied."""
+    """The columns of a group of commands or flags. The longest flag fits in one line, because a broken one cannot be
+    copied."""
     longest = max((len(name) for entry in entries for name in entry.names), default=0)
     if not any(name.startswith("-") for entry in entries for name in entry.names):
         return get_default_command_columns(console, options, entries)
@@ -29,7 +30,8 @@ def _columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]
 
 
 class HelpPages(DefaultFormatter):
-    """Formatter of all commands' help. Knows which of the two pages is being printed, and counts what is left out."""
+    """Formatter of the help of all commands. Knows which of the two pages is printed, and counts the flags that are
+    left out."""
 
     def __init__(self) -> None:
         super().__init__(column_specs=_columns)
@@ -37,7 +39,7 @@ class HelpPages(DefaultFormatter):
         self._num_hidden = 0
 
     def begin(self, arguments: list[str]) -> list[str]:
-        """The arguments with `--help` for `--help-all`, which chooses the longer page."""
+        """Replace `--help-all`, which chooses the longer page, by `--help` in the arguments."""
         self._has_all, self._num_hidden = ALL in arguments, 0
         return ["--help" if argument == ALL else argument for argument in arguments]
 
@@ -49,7 +51,7 @@ class HelpPages(DefaultFormatter):
         return f"{self._num_hidden} more flags: kvferry {command} {ALL}\n"
 
     def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
-        """Print the text, neither filled with blanks nor coloured: what is copied is then what was written."""
+        """Print the text without padding and colours, so that it can be copied unchanged."""
         if not description:
             return
         is_blank = False
@@ -60,7 +62,7 @@ class HelpPages(DefaultFormatter):
             is_blank = not text
 
     def panel_of(self, console: Console, options: ConsoleOptions, panel: HelpPanel, common: frozenset[str]) -> None:
-        """Print a group of flags, of the `common` ones where the page is the short one."""
+        """Print a group of flags; on the short page, only the `common` ones."""
         entries = [entry for entry in panel.entries if self._has_all or entry.required or common & {*entry.names}]
         self._num_hidden += len(panel.entries) - len(entries)
         if entries:

@@ -1,4 +1,4 @@
-"""`kvferry` without a command: what to do next, what this machine has, and what of this user's runs here."""
+"""`kvferry` without a command: shows what to do next, what this machine has, and what this user runs on it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_RUNNING = 3
 
 
 def main() -> int:
-    """Print the screen; returns the exit code."""
+    """Print the screen. Returns the exit code."""
     sys.stdout.write("\n".join(screen()) + "\n")
     sys.stdout.flush()
     return 0
@@ -93,7 +93,7 @@ def _running() -> list[str]:
     fleets = _fleets()
     commands = []
     if (_state() / "running").is_dir():
-        from kvferry.cli.running import running_commands  # only where something may run
+        from kvferry.cli.running import running_commands  # only if something may run
 
         commands = [f"{record.command} {record.url}" for record in running_commands()]
     lines = [*(f"fleet {name}" for name in fleets), *commands]
@@ -113,7 +113,7 @@ def _state() -> Path:
 def _fleets() -> list[str]:
     if not (_state() / "fleets").is_dir() or not any((_state() / "fleets").iterdir()):
         return []
-    from kvferry.fleet.places import fleet_names, ledger_of  # only where there are fleets
+    from kvferry.fleet.places import fleet_names, ledger_of  # only if there are fleets
 
     try:
         return [name for name in fleet_names() if ledger_of(name).has_controller]

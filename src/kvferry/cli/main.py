@@ -81,7 +81,8 @@ _IMPORTED_WHEN_USED = {
     "top": "kvferry.cli.watch.top:top",
     **{name: f"kvferry.cli.planning.{name}:{name}" for name in ("simulate", "calibrate", "plan", "why")},
 }
-"""No instance or router is to load a simulator, or a terminal's widgets, when it starts."""
+"""These commands are imported when they are used, so that an instance or a router does not load the simulator or the
+terminal's widgets at its start."""
 
 app = App(
     name="kvferry",
@@ -136,15 +137,15 @@ def launch(
 def _require_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Refuse fractions where a flag is a whole number: cyclopts would round them, and `--prefill 1.5` would start two.
 
-    The last of cyclopts' sources of flags: it checks the values from the command line, the environment and a file.
-    Raises `ConfigError` that names the flag or the variable.
+    The last of cyclopts' sources of flags. It checks the values from the command line, the environment and a file.
+    Raises `ConfigError`, which names the flag or the variable.
     """
     for argument in arguments:
         kinds = set(_kinds(argument.hint))
         if int not in kinds or float in kinds:
             continue
         for token in argument.tokens:
-            with suppress(ValueError):  # no number at all: cyclopts says so
+            with suppress(ValueError):  # it is not a number: cyclopts reports this
                 if "." in token.value and not float(token.value).is_integer():
                     where = token.keyword or argument.name
                     raise ConfigError(f"{where} must be a whole number, got {token.value[:40]}")
@@ -157,18 +158,18 @@ def _kinds(hint: Any) -> list[Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line (`sys.argv` if none is given); returns the exit code."""
+    """Run one command line (by default `sys.argv`). Returns the exit code."""
     set_up_logging(LogConfig())
     _warn_of_unknown_variables()
     try:
         argv = for_engine(sys.argv[1:] if arguments is None else arguments)
         if not argv:
             return home.main()
-        if argv[0].startswith("-"):  # help is to say what each command does
+        if argv[0].startswith("-"):  # the help shows what each command does
             for name in (*_IMPORTED_WHEN_USED, "trace"):
                 app[name]
         code = exit_code_of(lambda: _run(argv))
-        sys.stdout.flush()  # what cannot be written is to be known before the exit code is
+        sys.stdout.flush()  # an error of standard output must be known before the exit code is chosen
     except CycloptsError as error:
         return report_error(_misuse(error), EXIT_USER_ERROR)
     except OutputError as error:
@@ -185,8 +186,9 @@ def _run(arguments: list[str]) -> int:
 
 
 def _warn_of_unknown_variables() -> None:
-    """Name variables that are nearly one of kvferry's, as they are misspelt. The processes of a supervisor inherit its
-    variables, and warn of none. (Kubernetes sets other `KVFERRY_…` variables, beside a service of that name.)"""
+    """Warn of variables that are misspelt names of kvferry's variables. The processes of a supervisor inherit its
+    variables, and do not warn again. (Kubernetes sets other `KVFERRY_…` variables in pods beside a service with this
+    name.)"""
     without_flag = {name.removeprefix(_PREFIX) for name in (*VARIABLES, CONFIG_VARIABLE)}
     unknown_names = {name.removeprefix(_PREFIX) for name in os.environ if name.startswith(_PREFIX)} - without_flag
     if not unknown_names or INSTANCE_NAME in os.environ:
@@ -225,7 +227,7 @@ def _misuse(error: CycloptsError) -> str:
         text = f"unexpected argument {error.unused_tokens[0]!r}"
     else:
         text = str(error)
-        text = text if text.endswith("...") else text.rstrip(".")  # "...": there are more commands
+        text = text if text.endswith("...") else text.rstrip(".")  # "...": the command has subcommands
     command = " ".join(["kvferry", *(error.command_chain or ())])
     return f"{text} See {command} --help" if text.endswith("?") else f"{text}; see {command} --help"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-"""Addresses to listen on that are no addresses to connect to, and this machine's instead."""
+"""Addresses to listen on to which one cannot connect, and this machine's addresses in place of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class RouterAddress:
 
 
 def reachable_url(url: str) -> str:
-    """The URL as it can be opened on this machine: a wildcard address is not one."""
+    """The URL with an address to which this machine can connect, in place of a wildcard address."""
     parts = urlsplit(url)
     host = WILDCARDS.get(parts.hostname or "")
     return url if host is None else parts._replace(netloc=f"{host}:{parts.port}").geturl()

@@ -1,4 +1,4 @@
-"""Records of this user's commands that serve here, so that `kvferry`, `status` and `top` find them."""
+"""Records of this user's commands that serve on this machine, so that `kvferry`, `status` and `top` find them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvferry.fleet.processes.start_time import started_at
 
 
 class RunningCommand(msgspec.Struct, frozen=True):
-    """One command that serves. `started`: its process's start time, in ticks since boot; `since`: seconds since 1970;
-    `log`: its log file, empty if the log went elsewhere; `instances`: their names."""
+    """One command that serves. `started`: start time of its process, in ticks since boot; `since`: the same in seconds
+    since 1970; `log`: its log file, empty if the log is not in a file; `instances`: names of its instances."""
 
     pid: int
     started: int
@@ -63,7 +63,8 @@ def write_record(
     log: Path | None,
     instances: tuple[str, ...] = (),
 ) -> Path | None:
-    """Record that this process serves at `url`; the file to remove at its end. None: no file can be written."""
+    """Record that this process serves at `url`. Returns the file, which must be removed at the end. None: no file can
+    be written."""
     pid = os.getpid()
     record = RunningCommand(
         pid,
@@ -91,7 +92,7 @@ def _folder() -> Path:
 
 
 class RecordedDisplay:
-    """A display that also records that its command serves, for as long as it does."""
+    """A display that also records that its command serves, while it does."""
 
     def __init__(self, inner: Any, command: str, title: str, models: tuple[str, ...], log: Path | None) -> None:
         self._inner, self._about = inner, (command, title, models, log)
@@ -107,7 +108,7 @@ class RecordedDisplay:
         self._inner.members(urls)
 
     def up(self, url: str) -> None:
-        """Everything serves, at `url`."""
+        """All processes serve now, at `url`."""
         command, title, models, log = self._about
         if self._path is None:
             self._path = write_record(command, url, title, models, log, self._names)

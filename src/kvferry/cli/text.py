@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which a terminal would obey; line breaks and tabs stay."""
+    """The text without control characters, which a terminal would interpret. Line breaks and tabs stay."""
     return "".join(character for character in text if character in "\n\t" or character.isprintable())
 
 
@@ -19,7 +19,7 @@ def shortened(path: Path) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units."""
+    """A duration in its two largest units, such as "2 h 5 min"."""
     whole = max(0, int(seconds))
     for unit, size, below, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= size:

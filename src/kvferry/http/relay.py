@@ -33,10 +33,12 @@ _FLAGS = ("-std=c++17", "-O2")
 
 
 class Pattern(NamedTuple):
-    """Chunks that may be forwarded unread: their payload begins with `prefix` and contains none of `stops`.
+    """Chunks that may be forwarded without `Reader.take`: their payload begins with `prefix` and contains none of
+    `stops`.
 
-    `keep`: the captured part. "first line": this line is not forwarded, and only it is searched for `stops`. If
-    anything is captured, the payload must be exactly one server-sent event.
+    `keep`: the part that is captured for `Reader.on_forwarded`. "nothing"; "first line": captured and not forwarded,
+    and only this line is searched for `stops`; "all": captured and forwarded. If a part is captured, the payload must
+    be exactly one server-sent event.
     """
 
     prefix: bytes = b""
@@ -48,18 +50,18 @@ class Reader(Protocol):
     """Transforms a body for the client."""
 
     def take(self, payload: bytes) -> bytes:
-        """Transform the next piece of the body. Raises `TransferError`, which ends the call."""
+        """Transform the next bytes of the body. Raises `TransferError`, which ends the call."""
 
     def pattern(self) -> Pattern | None:
-        """The chunks that may be forwarded without `take`; None: none. Called after each piece."""
+        """The chunks that may be forwarded without `take`; None: none. Called after each `take`."""
 
     def on_forwarded(self, captured: bytes) -> None:
-        """Called with the captured parts of chunks that were forwarded without `take`, before the next `take`."""
+        """Called before the next `take` with the captured parts of the chunks that were forwarded without `take`."""
 
 
 async def relay(call: Call, response: Response, reader: Reader) -> None:
-    """Write the body, transformed by `reader`, to a response that has begun, no faster than its client reads. The
-    response is left open: call its `end`, or relay another call. Raises the error that ended the call early."""
+    """Write the body of a call, transformed by `reader`, to a response that has begun. Reads no faster than the client
+    does. The response stays open: call its `end`, or relay another call. Raises the error that ended the call early."""
 
     def write(payload: bytes) -> None:
         response.write(reader.take(payload))
@@ -149,8 +151,8 @@ def _compile_in_background() -> asyncio.Future[ctypes.PyDLL | None]:
 
 
 class Relays:
-    """The streams of an event loop that compiled code forwards: an asynchronous context manager. The code is compiled
-    in the background if necessary; until then Python forwards the streams."""
+    """The streams of an event loop that compiled code forwards. An asynchronous context manager. The code is compiled
+    in the background if necessary; until then, Python forwards the streams."""
 
     def __init__(self) -> None:
         self.step: Any = None
@@ -170,7 +172,7 @@ class Relays:
         self.close()
 
     async def opened(self) -> None:
-        """Wait until the compiled code is loaded, or known to be missing."""
+        """Wait until the compiled code is loaded, or it is known that there is none."""
         if self._opening is not None:
             await self._opening
 
@@ -178,7 +180,7 @@ class Relays:
         self.open(await future)
 
     def open(self, library: ctypes.PyDLL | None) -> None:
-        """Accept streams from now on; none without the library."""
+        """Accept streams from now on. None: there is no library, and no stream is accepted."""
         if library is None:
             return
         try:
@@ -205,8 +207,8 @@ class Relays:
         return len(self._streams)
 
     def add(self, call: Call, response: Response, reader: Reader) -> _Stream | None:
-        """Forward chunks of `call` that match the reader's pattern from now on, until the stream is stopped. None if
-        this is not possible, for instance because one side is not chunked, or the answer is translated."""
+        """From now on, forward the chunks of `call` that match the reader's pattern, until the stream is stopped. None:
+        this is not possible, for example because one side is not chunked, or the answer is translated."""
         connection = call.connection
         if (
             self._epoll is None
@@ -225,7 +227,7 @@ class Relays:
         return stream if stream.start() else None
 
     def watch(self, stream: _Stream, fd: int) -> bool:
-        """Read from this descriptor for a stream; False if there is no memory for it."""
+        """Read from this descriptor for a stream. False: the descriptor cannot be watched."""
         assert self._epoll is not None
         try:
             self._epoll.register(fd, select.EPOLLIN)
@@ -235,7 +237,7 @@ class Relays:
         return True
 
     def unwatch(self, stream: _Stream, fd: int) -> None:
-        """Stop reading."""
+        """Stop reading from this descriptor."""
         if self._streams.get(fd) is stream:
             del self._streams[fd]
             with suppress(OSError):  # it is closed already
@@ -243,8 +245,8 @@ class Relays:
                 self._epoll.unregister(fd)
 
     def _run(self) -> None:
-        """Read streams that have become readable, each once per turn of the event loop, so that a stream that never
-        pauses does not block the loop."""
+        """Read each stream that has become readable once. A stream is read once in each turn of the event loop, so that
+        a stream that never pauses does not block the loop."""
         assert self._epoll is not None
         for fd, _ in self._epoll.poll(0):
             if (stream := self._streams.get(fd)) is not None:
@@ -261,7 +263,7 @@ class Relays:
 
 
 class _Stream:
-    """A stream of the relay. For its call, it reads from the instance in place of the paused transport."""
+    """One forwarded stream. It reads the instance's bytes for its call, while the transport of the call is paused."""
 
     def __init__(
         self,
@@ -280,7 +282,7 @@ class _Stream:
         self._stopped = False
 
     def start(self) -> bool:
-        """Begin; False if this is not possible."""
+        """Begin to forward. False: this is not possible."""
         if not self._relays.watch(self, self._state.source):
             return False
         self._source.pause_reading()
@@ -289,7 +291,7 @@ class _Stream:
         return True
 
     def pause_reading(self) -> None:
-        """Make the instance wait."""
+        """Stop reading, so that the instance has to wait."""
         self._relays.unwatch(self, self._state.source)
 
     def resume_reading(self) -> None:
@@ -299,7 +301,7 @@ class _Stream:
 
     @property
     def num_received(self) -> int:
-        """Received bytes that the call has not counted yet."""
+        """Number of received bytes that the call has not counted yet."""
         return int(self._state.received)
 
     def _set_pattern_soon(self) -> None:
@@ -314,7 +316,7 @@ class _Stream:
             self._state.pattern = ctypes.pointer(self._relays.compiled_pattern(pattern))
 
     def readable(self) -> None:
-        """Called when bytes have come."""
+        """Called when bytes have arrived."""
         if self._source.is_closing() or self._target.is_closing():
             self.stop()
         elif self._relays.step(self._address):
@@ -341,7 +343,7 @@ class _Stream:
             self._set_pattern_soon()
 
     def _sync(self) -> bytes:
-        """Count the forwarded bytes; return the captured ones."""
+        """Add the forwarded bytes to the counts of the call and the response. Returns the captured bytes."""
         state = self._state
         if not state.received:
             return b""
@@ -360,12 +362,13 @@ class _Stream:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Fail as a transport does: a fault in reading a stream ends only this stream."""
+        """Close the connection, as a transport does after an error. An error in reading a stream ends only this
+        stream."""
         self._connection.close(ProtocolError(f"a stream cannot be read: {error}"))
 
     def stop(self) -> None:
-        """Let the transport read again. May be called repeatedly, and raises nothing: a socket may be closed after
-        it."""
+        """Stop forwarding, and let the transport read again. May be called repeatedly. Never raises, because callers
+        close sockets next."""
         if self._stopped:
             return
         self._stopped = True

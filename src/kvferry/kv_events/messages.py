@@ -18,7 +18,7 @@ DEVICE = "GPU"
 """vLLM's name for the memory that the model computes from, whatever it is."""
 
 BlockName = int | bytes
-"""An instance's own name of a block."""
+"""The hash by which an instance names a block (`ExternalBlockHash` in vLLM)."""
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
@@ -26,8 +26,8 @@ _Names = Annotated[list[BlockName], msgspec.Meta(max_length=2**20)]
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
-    """These blocks follow one another and the parent, and hold these tokens. `extra_keys`: other inputs of their
-    hashes."""
+    """These blocks are cached now. They follow one another and the parent block, and have these tokens. `extra_keys`:
+    other inputs of their hashes."""
 
     block_hashes: _Names
     parent_block_hash: BlockName | None
@@ -67,7 +67,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode_batch(now: float, events: list[Event]) -> bytes:
-    """The payload of one message."""
+    """The payload of one message. `now`: seconds since 1970. The data-parallel rank is 0: a publisher sends the events
+    of one engine."""
     return _ENCODER.encode([now, events, 0])
 
 

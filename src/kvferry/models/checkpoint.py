@@ -70,12 +70,12 @@ def checkpoint_name(
     on_progress: ReadProgress = ignore,
     reader: DigestReader | None = None,
 ) -> str:
-    """32 hexadecimal digits for a checkpoint run in `dtype` ("float32").
+    """The fingerprint of a checkpoint run in `dtype` (such as "float32"): 32 hexadecimal digits.
 
-    `model`: a folder, a file, or an id on the hub, at `revision`. `config`: the model's configuration as the
-    engine has resolved it (`resolved_config`). `changes`: other settings of the engine that its KV depends on.
-    `weights`: a name for the weights, which are then not read. `before`: the files before the weights were loaded.
-    `reader`: reads the weights' files, `DigestReader()` by default.
+    `model`: a folder, a file, or an id on the hub, at `revision`. `config`: the model's configuration as the engine has
+    resolved it (`resolved_config`). `changes`: other settings of the engine on which the KV depends. `weights`: a name
+    for the weights, which are then not read. `before`: the files before the weights were loaded. `reader`: reads the
+    files of the weights; `DigestReader()` by default.
 
     Raises `OSError` if a file cannot be read, and `ConfigError` if neither files on this machine nor a commit on the
     hub identify the weights, or if files have changed since `before` or while they were read.
@@ -169,18 +169,18 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of a checkpoint that are not known to be harmless, at one time. A loader takes them before and after
-    the load: only if nothing has changed in between, the name describes the loaded weights."""
+    """The state of a checkpoint's files at one time, without files that are known to be irrelevant. A loader takes it
+    before and after the load. Only if nothing has changed in between, the fingerprint describes the loaded weights."""
 
     model: str
     path: Path | None
-    """None: they are not on this machine (yet)."""
+    """None: the files are not on this machine (yet)."""
     states: Mapping[str, FileState]
 
     @classmethod
     def of(cls, model: str, revision: str | None = None) -> CheckpointFiles:
-        """The files now. Waits (2 s at most, usually 50 ms) until each further change would show in their times. Raises
-        `OSError`."""
+        """The state of the files now. Waits until each later change would change their times: usually 50 ms, at most
+        five times 2 s. A file that still changes then is returned as it was. Raises `OSError`."""
         for _ in range(5):
             path = local_checkpoint(model, revision)
             states = file_states(path) if path is not None else {}
@@ -191,7 +191,8 @@ class CheckpointFiles:
         return cls(model, path, states)
 
     def require_same(self, now: CheckpointFiles) -> None:
-        """Raise `ConfigError` if a file has changed, or was added or removed since. Files from the hub may be new."""
+        """Raise `ConfigError` if a file was changed, added or removed between this state and `now`. Files of a model
+        from the hub may be added."""
         if self.path is None:
             return
         names = self.states.keys() | (now.states.keys() if Path(self.model).expanduser().exists() else set())
@@ -199,19 +200,20 @@ class CheckpointFiles:
         if changed:
             others = f" and {len(changed) - 1} other files" if changed[1:] else ""
             raise ConfigError(
-                f"{changed[0]}{others} of {self.model!r} changed while the model was loaded, so that nothing says what"
-                " was; start again when the checkpoint is complete, and put a new one into a directory of its own"
+                f"{changed[0]}{others} of {self.model!r} changed while the model was loaded, so it is unknown which"
+                " version was loaded; start again when the checkpoint is complete, and put a new checkpoint into a"
+                " directory of its own"
             )
 
 
 def file_states(root: Path) -> dict[str, FileState]:
-    """The files of a checkpoint or an adapter that are not known to be harmless, by their path within `path`. Raises
-    `OSError`."""
+    """The files of a checkpoint or an adapter, without files that are known to be irrelevant, by their path within
+    `root`. Raises `OSError`."""
     return {name: FileState.of(path) for name, path in _files(root)}
 
 
 def file_digest(path: Path, on_read: Callable[[int], None]) -> str:
-    """Digest of a file's content. `on_read`: called with the number of bytes of each chunk. Raises `OSError`."""
+    """The digest of a file's content. `on_read`: called with the number of bytes of each chunk. Raises `OSError`."""
     hasher, buffer = xxhash.xxh3_128(), bytearray(CHUNK_BYTES)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
@@ -230,11 +232,11 @@ class DigestReader:
     report_interval_s: float = 2.0
     """Seconds until the first report of progress, and between two."""
     settled_s: float = SETTLED_S
-    """A digest is cached only if its file has not changed for more than these seconds."""
+    """A digest is cached only if its file has not changed for at least these seconds."""
     digest: Callable[[Path, Callable[[int], None]], str] = file_digest
 
     def digests_of(self, states: Mapping[str, FileState], on_progress: ReadProgress = ignore) -> list[tuple[str, str]]:
-        """(name, digest) of each of these files, by name. Raises `OSError`."""
+        """(name, digest) of each of these files, ordered by name. Raises `OSError`."""
         digests = DigestCache().find_all(states.values())
         if any(state not in digests for state in states.values()):
             with DigestCache.locked() as cache:  # all ranks of an instance reach this at the same time

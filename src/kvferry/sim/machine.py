@@ -1,5 +1,7 @@
-"""The machine of one simulated process: its threads are event loops of the simulation, its blocking calls take virtual
-time, and its files and shared memory are in `sim.storage`; and a core that several processes share.
+"""The machine of one simulated process, and a core that several processes share.
+
+The machine's threads are event loops of the simulation, its blocking calls take virtual time, and its files and shared
+memory are in `sim.storage`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _Computing = tuple[float, int, Callable[[], object]]
 
 
 class SimTransferLoop(TransferLoop):
-    """A `TransferLoop` whose thread is a loop of the simulation. If the real one would block its caller, later calls
-    wait instead: `run` and `close` begin when all earlier jobs are finished."""
+    """A `TransferLoop` whose thread is a loop of the simulation. Where the real class blocks its caller, this one
+    returns at once and delays later calls: a job of `run` or `close` begins when all earlier jobs have ended."""
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop: SimLoop = loop
@@ -41,7 +43,7 @@ class SimTransferLoop(TransferLoop):
         self._last = self._loop.create_task(self._after(self._last, job, within_s))
 
     def wait_for(self, changed: threading.Condition, condition: Callable[[], bool], within_s: float) -> bool:
-        """Return the condition: no time can pass in this call."""
+        """Return the condition at once: no virtual time can pass in this call."""
         return condition()
 
     def close(self, timeout_s: float = 0.0) -> None:
@@ -69,8 +71,8 @@ class SimTransferLoop(TransferLoop):
 
 
 class SimCore:
-    """A core that several threads share: if `n` of them compute, each takes `n` times as long. `loop`: outside of all
-    processes."""
+    """A core that several threads share: if `n` of them compute, each takes `n` times as long. `loop`: a loop that
+    belongs to no process."""
 
     nothing_s = 1e-9
 
@@ -80,8 +82,8 @@ class SimCore:
         """A heap of all computations."""
         self._number = 0
         self._served_s, self._at = 0.0, 0.0
-        """Virtual service time of the core: seconds that a permanent computation would have got; and its last
-        update."""
+        """Virtual service time of the core: the seconds of computing that a computation from the beginning on would
+        have got. And the time of its last update."""
         self._timer: SimHandle | None = None
 
     @property
@@ -90,7 +92,7 @@ class SimCore:
         return len(self._ends)
 
     async def compute(self, seconds: float) -> None:
-        """Compute for `seconds`, on the current loop, or until its process ends."""
+        """Compute for `seconds`, on the current loop. Ends early if the loop's process ends."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         done, on_end = loop.create_future(), loop.process.on_end
@@ -102,7 +104,7 @@ class SimCore:
             on_end.pop(done, None)
 
     def spend(self, seconds: float, on_done: Callable[[], object]) -> _Computing:
-        """Occupy the core for `seconds`, and then call `on_done`, outside of all processes."""
+        """Occupy the core for `seconds`, and then call `on_done` on the core's loop, which belongs to no process."""
         self._update_served()
         self._number += 1
         entry = (self._served_s + seconds, self._number, on_done)
@@ -188,8 +190,8 @@ os.register_at_fork(after_in_child=_Thread.idle.clear)
 
 
 class _PausableCall:
-    """A plain function on its own thread, which runs only while the simulation waits for it: so it can pause in the
-    middle, for virtual time."""
+    """A plain function on its own thread. The thread runs only while the simulation waits for it, so that the function
+    can pause in the middle, for virtual time."""
 
     def __init__(self, function: Callable[[], Any], loop: SimLoop) -> None:
         self._function, self._loop = function, loop
@@ -201,13 +203,13 @@ class _PausableCall:
         self.error: BaseException | None = None
 
     def resume(self) -> float | None:
-        """Let it run until it pauses, and return the seconds of the pause; None: it has ended."""
+        """Let the function run until it pauses. Returns the seconds of the pause; None: the function has ended."""
         self._thread.resumed.release()
         self._thread.paused.acquire()
         return self._pause_s
 
     def end(self) -> None:
-        """End the call: the simulation continues without it."""
+        """End the call, if it has not ended. The function gets an exception in its pause."""
         if not self._is_over:
             self._is_ended = True
             self.resume()
@@ -215,7 +217,7 @@ class _PausableCall:
     # On the thread.
 
     def pause(self, seconds: float) -> None:
-        """Called by the function."""
+        """Called by the function, to let virtual time pass."""
         self._pause_s = seconds
         self._thread.paused.release()
         self._thread.resumed.acquire()
@@ -235,8 +237,8 @@ class _PausableCall:
 
 
 class SimThreads(Threads):
-    """At most `number` calls at a time, each in the virtual time of its bytes. An abandoned call continues, and frees
-    its slot, as in the real class. `pauses` False: the time of a call passes after it."""
+    """At most `number` calls at a time. Each takes the virtual time of its bytes. As in the real class, an abandoned
+    call continues, but no longer counts. `pauses` False: a call runs at once, and its time passes afterwards."""
 
     def __init__(self, machine: SimMachine, number: int, name: str, *, pauses: bool) -> None:
         super().__init__(number, name)
@@ -296,9 +298,9 @@ class SimThreads(Threads):
 
 
 class SimMachine(Machine):
-    """The machine for the connector of one simulated process. `true_bytes`: see `SimDisk`. `pauses`: time passes in the
-    middle of calls; if not, which is cheaper, they run at once, and their time passes after them. `wake_s`: seconds
-    until a transfer loop runs a call from another thread."""
+    """The machine for the connector of one simulated process. `true_bytes`: as in `SimDisk`. `pauses`: time passes
+    within blocking calls. False, which is cheaper: they run at once, and their time passes afterwards. `wake_s`:
+    seconds until a transfer loop runs a call from another thread."""
 
     def __init__(
         self, storage: Storage, process: SimProcess, true_bytes: float, *, pauses: bool = True, wake_s: float = 0.0
@@ -307,7 +309,7 @@ class SimMachine(Machine):
         self._wake_s = wake_s
         self.disk = SimDisk(storage, process, true_bytes, self)
         self.ends_at = 0.0
-        """The virtual time of a call that runs at once."""
+        """The virtual time at which a call that runs at once ends."""
 
     def threads(self, number: int, name: str, *, moves_blocks: bool = True) -> Threads:
         return SimThreads(self, number, name, pauses=moves_blocks and self._pauses)
@@ -321,11 +323,11 @@ class SimMachine(Machine):
         return SimArena(self._storage, self.process, name, num_bytes, self._true_bytes, self)
 
     def now(self) -> float:
-        """The time of the call: see `CallTime`."""
+        """The virtual time within a call (`CallTime`)."""
         return self.process.simulation.now if hasattr(_CURRENT, "call") else self.ends_at
 
     def wait_until(self, when: float) -> None:
-        """Wait: see `CallTime`."""
+        """Let virtual time pass within a call, until `when` (`CallTime`)."""
         call = getattr(_CURRENT, "call", None)
         if call is not None:
             call.pause(when - self.process.simulation.now)

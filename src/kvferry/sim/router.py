@@ -1,4 +1,4 @@
-"""A simulated router: the real one, across its processes."""
+"""The real router on the virtual clock, with the crashes and restarts of its process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvferry.sim.network import SimHost
 
 
 class SimRouter:
-    """One router of a deployment: after a crash, a new process may start at the same address. `after_s`: delay of its
-    start."""
+    """One router of a deployment. After a crash, a new process may start at the same address. `after_s`: seconds until
+    the first process starts to serve."""
 
     def __init__(self, host: SimHost, port: int, config: RouterConfig, token: str, *, after_s: float) -> None:
         self.host, self.port, self._config, self._token = host, port, config, token
@@ -28,7 +28,7 @@ class SimRouter:
         self.router: Router | None = None
         self.server: HttpServer | None = None
         self.num_processes = 0
-        """Number of its processes so far, so that a client can detect a restart."""
+        """Grows with each crash and each start of a process, so that a client can detect both."""
         self.is_ending = False
         """True if it is shutting down."""
         self._loop: SimLoop
@@ -51,7 +51,7 @@ class SimRouter:
 
     @property
     def num_alive(self) -> int:
-        """Number of instances that seem able to serve."""
+        """Number of usable instances of both roles; 0 while no process serves."""
         if self.router is None:
             return 0
         pools = self.router.services.pools
@@ -64,7 +64,7 @@ class SimRouter:
         self.process.crash()
 
     def restart(self) -> None:
-        """Start a new process after the last one has ended. It knows the instances of its configuration."""
+        """Start a new process after the last one has ended. It knows only the instances of its configuration."""
         self.process = self.host.process(f"{self.host.address}.{self.num_processes}")
         self._start(0.0)
 
@@ -92,7 +92,7 @@ class SimRouter:
         http = HttpConfig(host=host.address, port=self.port, secret=self._token)
         router = build_router(self._config, http, clock=process.simulation, fast_path=False)
         server = HttpServer(router.routes(), http, Lifecycle("router"), router.guard)
-        listen: Any = lambda _, port: host.listen(process, port)  # noqa: E731 - in place of a socket's
+        listen: Any = lambda _, port: host.listen(process, port)  # noqa: E731 - replaces the function that opens a socket
         server.listen(listen)
         async with router.running():
             await router.health.probe_all()

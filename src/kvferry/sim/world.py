@@ -43,9 +43,9 @@ _COLLECT_EVERY = 200_000
 
 @dataclass(frozen=True, slots=True)
 class DirectHandOff:
-    """A request that its client hands off without a router, as a proxy does. `prefill`, `decode`: shares, from 0 to 1,
-    that choose the instances. `reuse_after_s` seconds after the request to D, the client has P release the transfer
-    id, and uses it again for another prompt."""
+    """A request that its client hands off without a router, as a proxy does. `prefill`, `decode`: numbers in [0, 1),
+    each of which chooses an instance of the role. `reuse_after_s`: seconds after the request to D at which the
+    client has P release the transfer id, and uses it again for another prompt."""
 
     prefill: float
     decode: float
@@ -67,8 +67,9 @@ class RequestSpec:
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """A deployment. `by_role`: instances of a role that differ from `instance`, of the same model. `request_timeout_s`:
-    a request that takes longer counts as lost. `has_log`: events are noted, so that two runs can be compared."""
+    """A simulated deployment. `instance`: the instances of all roles but those in `by_role`; all have the same model.
+    `request_timeout_s`: seconds after which a request counts as lost. `has_log`: events are logged, at least as a
+    digest, so that two runs can be compared."""
 
     num_prefill: int = 1
     num_decode: int = 1
@@ -95,8 +96,8 @@ class WorldSpec:
 
 @dataclass(slots=True)
 class RequestResult:
-    """The result of a request. `ends`: number of times that it ended. Times in seconds from its arrival; `first_s` and
-    `end_s` None: it had no token, or no end."""
+    """The result of a request. `first_s`, `end_s`: seconds from its arrival to its first token and to its end; None: it
+    had none. `ends`: number of times that it ended, which must be 1."""
 
     number: int
     spec: RequestSpec
@@ -111,18 +112,19 @@ class RequestResult:
     end_s: float | None = None
     ends: int = 0
     lost_router: bool = False
-    """The router's process ended meanwhile, or there was none: there is no reason."""
+    """The router's process ended while the request ran, or there was none, so that the result has no reason."""
     crossed: bool = False
     """It was sent on an idle connection that a router had closed at its shutdown: clients retry it."""
 
 
 class World:
-    """One deployment in one simulation. Use it in `running`."""
+    """One deployment in one simulation. Use it in `with world.running():`."""
 
     ends_s = 90.0
-    """Max seconds of a shutdown."""
+    """Maximum seconds of a shutdown."""
 
     def __init__(self, spec: WorldSpec, seed: int, *, keep_log: bool = False) -> None:
+        """`keep_log`: keep the text of logged events, not only their digest."""
         self.spec = spec
         self.simulation = Simulation(seed, keep_log=keep_log, has_log=spec.has_log)
         self.network = Network(self.simulation, spec.network)
@@ -144,7 +146,7 @@ class World:
 
     @contextmanager
     def running(self) -> Iterator[World]:
-        """Start everything; at the end, the rest is dropped."""
+        """Start everything. On exit, processes that still run are dropped without a shutdown (`end`)."""
         handler = _Errors(self)
         logger = logging.getLogger("kvferry")
         level = logger.level
@@ -199,7 +201,7 @@ class World:
             num_of_role[instance.role] += 1
         for router in self.routers:
             router.operate("declares", lambda membership: membership.declare(declared))
-        self.run_until(lambda: all(instance.num_alive == len(declared) for instance in self.routers), 60.0)
+        self.run_until(lambda: all(router.num_alive == len(declared) for router in self.routers), 60.0)
 
     def _add_instance(self, name: str, role: Role) -> None:
         process = self.network.host(name).process(name)
@@ -237,7 +239,8 @@ class World:
     # Requests.
 
     def submit(self, requests: Iterable[RequestSpec]) -> None:
-        """Have the clients send these requests at their times; they are sorted by time, and read one by one."""
+        """Have the clients send these requests at their times. `requests` must be sorted by time, and are read one by
+        one."""
         self._upcoming = chain(self._upcoming, requests)
         if self._next is None:
             self._await_next()
@@ -265,7 +268,8 @@ class World:
         return len(self.results) - self._num_unfinished
 
     def finish(self) -> bool:
-        """Let time pass until all requests have ended; False if some have not after `request_timeout_s`."""
+        """Let time pass until all requests have ended. False: some have not ended `request_timeout_s` after the last
+        one was sent."""
         while self._next is not None:
             self.run_until(lambda: self._next is None, max(0.0, self._next.at_s - self.simulation.now) + 1.0)
         return self.run_until(lambda: self.is_done, self.spec.request_timeout_s)
@@ -309,7 +313,7 @@ class World:
         await self._stream(result, begun, router.host, _body(result.spec))
 
     async def _hand_off(self, result: RequestResult, begun: float, direct: DirectHandOff) -> None:
-        """Send the request to P and then to D, and meanwhile have P reuse the transfer id."""
+        """Send the request to P and then to D. While D answers, have P reuse the transfer id."""
         prefill = _choose(self.instances, direct.prefill, "prefill")
         decode = _choose(self.instances, direct.decode, "decode")
         transfer_id, spec = f"direct-{result.number}", result.spec
@@ -335,7 +339,7 @@ class World:
     async def _reuse_transfer_id(
         self, instance: SimInstance, spec: RequestSpec, transfer_id: str, after_s: float
     ) -> None:
-        """Reuse the transfer id with as many other tokens, which may get the same blocks."""
+        """Reuse the transfer id for a prompt of the same length with other tokens, which may get the same blocks."""
         await asyncio.sleep(after_s)
         instance.release(transfer_id)
         other = [(token + 1) % self.spec.instance.vocab_size for token in spec.prompt]
@@ -372,7 +376,7 @@ class World:
             reader.check_tokens()
 
     def end(self) -> bool:
-        """Shut everything down as signals do; returns True if all of it ended."""
+        """Shut everything down as signals do. Returns True if all processes have ended."""
         if self._stop_clients is not None:
             self.clients.call_soon(self._stop_clients.set)
         self.run_until(lambda: not self.clients.process.tasks(), 1.0)
@@ -416,7 +420,7 @@ class _Errors(logging.Handler):
 
 
 class _Reader:
-    """The events of one answer. The tokens are compared at the end, all at once."""
+    """Reads the events of one answer. Its tokens are compared with the expected ones at the end, all at once."""
 
     def __init__(
         self, world: World, result: RequestResult, begun: float, times: deque[tuple[float, list[float]]]

@@ -24,7 +24,7 @@ from kvferry.store.codecs.base import Codec, CodecError
 from kvferry.store.codecs.table import codec_class, make_codec
 
 LAYERS = (LayerLayout(2, 8, 8), LayerLayout(1, 6, 3), LayerLayout(3, 5, 0))
-"""Heads, and the sizes of keys and values: several, equal and different, and keys alone."""
+"""Layers with different numbers of KV heads: keys and values of equal size, of different sizes, and no values."""
 
 
 def round_trip(codec: Codec, span: bytes, layer: int) -> bytes:
@@ -37,7 +37,7 @@ def round_trip(codec: Codec, span: bytes, layer: int) -> bytes:
 
 
 def to_bytes(numbers: NDArray[Any], dtype: str) -> bytes:
-    """Numbers as the bytes of a span; bfloat16 is cut off, not rounded."""
+    """Numbers as the bytes of a span. For bfloat16, the lower bits are cut off, not rounded."""
     if dtype == "float16":
         return numbers.astype("<f2").tobytes()
     bits = numbers.astype(np.float32).view(np.uint32)
@@ -52,8 +52,8 @@ def to_numbers(span: bytes, dtype: str) -> NDArray[np.float32]:
 
 
 class CodecContract:
-    """Set `codec` in a subclass, as in a store's URL. `worst`: the max error of a lossy codec, as a share of the
-    largest number of the layer."""
+    """Set `codec` in a subclass, as in a store's URL. `worst`: the maximum error of a lossy codec, as a share of the
+    largest absolute value of the layer."""
 
     codec: ClassVar[str]
     dtypes: ClassVar[Sequence[str]] = ("bfloat16", "float32")
@@ -73,12 +73,12 @@ class CodecContract:
         ]
 
     def test_its_name_is_valid_in_a_header(self, name: str) -> None:
-        assert codec_class(name).name
+        assert codec_class(name).name  # `codec_class` raises for a name that is not valid in a header
         codec_class(name).require_libraries()
 
     @pytest.mark.parametrize("seed", range(8))
     def test_any_bytes_go_through_and_lossless_gives_the_same_bits(self, name: str, seed: int) -> None:
-        """Random bytes are every kind of number: NaN, infinite, the smallest there are."""
+        """Random bytes contain every kind of number: NaN, infinities and subnormal numbers too."""
         dice = random.Random(seed)
         for layout in self.layouts():
             codec = make_codec(name, layout)
@@ -112,8 +112,8 @@ class CodecContract:
             forged = bytearray(codec.encode(memoryview(dice.randbytes(size)), layer))
             for _ in range(dice.randrange(1, 5)):
                 forged[dice.randrange(min(41, len(forged)))] = dice.randrange(256)
-            cut = bytes(forged)
-            for attempt in (cut, cut[:-1], b"", cut + b"x", dice.randbytes(dice.randrange(300))):
+            content = bytes(forged)
+            for attempt in (content, content[:-1], b"", content + b"x", dice.randbytes(dice.randrange(300))):
                 buffer = bytearray(b"\xaa" * (size + 16))
                 with suppress(CodecError):
                     codec.decode(memoryview(attempt), layer, memoryview(buffer)[8 : 8 + size])

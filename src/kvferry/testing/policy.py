@@ -39,20 +39,20 @@ class PolicyInstance:
 
 
 def instances(role: str, number: int) -> list[PolicyInstance]:
-    """A number of instances that a router would have in one pool."""
+    """`number` instances, as a router has them in one pool."""
     loads = LoadTable()
     return [PolicyInstance(f"{role}-{index}", InstanceLoad(loads)) for index in range(number)]
 
 
 def prompt(*keys: int, session: str | None = None) -> PromptTraits:
-    """The traits of a prompt of blocks of 100 tokens, each identified by a key."""
+    """The traits of a prompt of one block of 100 tokens for each of `keys`. Equal keys mean equal blocks."""
     ends = [100.0 * (index + 1) for index in range(len(keys))]
     return PromptTraits(num_tokens=100 * len(keys), session=session, prefix=Prefix(keys, ends))
 
 
 class Fleet:
-    """Some P, some D, a policy, and requests that take no time. `fixed`: the threshold of conditional
-    disaggregation, in tokens."""
+    """Prefill and decode instances, a policy, and requests that take no time. `fixed`: the fixed threshold of
+    conditional disaggregation, in tokens; None: it is estimated."""
 
     def __init__(
         self, policy: str, num_prefill: int = 2, num_decode: int = 2, *options: str, fixed: int | None = 0
@@ -81,12 +81,13 @@ class Fleet:
 
 
 class PolicyContract:
-    """Set `policy` in a subclass, and `options` as after `--policy-option`."""
+    """Set `policy` in a subclass, as after `--policy`, and `options`, as after `--policy-option`."""
 
     policy: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = ()
     spreads: ClassVar[bool] = True
-    """True if requests that share only their first block are spread over idle instances. False: not promised."""
+    """True if the policy spreads requests that share only their first block over idle instances. False: it does not
+    promise this, and the test is skipped."""
 
     def fleet(self, num_prefill: int, num_decode: int) -> Fleet:
         """Instances to choose among."""
@@ -134,7 +135,7 @@ class PolicyContract:
             assert max(counts) <= 2 * sum(counts) / 4, counts
 
     def test_choosing_changes_nothing(self) -> None:
-        """The router may request a choice and then not follow it: only `placed` means that it was followed."""
+        """The router may ask for a choice and not use it: only `placed` means that it is used."""
         fleet = self.fleet(2, 2)
         options = Options(fleet.prefills, fleet.decodes)
         before = [repr(instance.load) for instance in fleet.prefills]

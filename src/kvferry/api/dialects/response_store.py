@@ -29,8 +29,8 @@ CREATE INDEX IF NOT EXISTS by_use ON responses (used, size);
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A response. `items`: JSON of its input with all earlier turns, compressed; `response`: JSON; `session`: the name
-    of its conversation."""
+    """A response. `items`: JSON of its input with all earlier turns, compressed; `response`: JSON; `session`: the id of
+    the first response of its conversation, which the router uses as the session."""
 
     id: str
     owner: bytes
@@ -50,7 +50,8 @@ def compress_items(items: list[dict[str, Any]]) -> bytes:
 
 
 class ResponseStore:
-    """The database. Used by one event loop; a call takes at most `max_lock_wait_ms`, and usually less than one."""
+    """The database. Used by one event loop. Each statement waits for the lock of the file for at most
+    `max_lock_wait_ms`, and usually takes less than a millisecond."""
 
     max_lock_wait_ms = 500
 
@@ -63,14 +64,15 @@ class ResponseStore:
         max_bytes: int = 2**28,
         ttl_s: float = 86400.0,
     ) -> None:
-        """`path`: a file in a folder that only this user can read; None: in memory."""
+        """`path`: a file in a folder that only this user can read; None: in memory. `ttl_s`: seconds for which a
+        response is kept after its last use."""
         self._clock = clock
         self._max_responses, self._max_bytes, self._ttl_s = max_responses, max_bytes, ttl_s
         self._database = sqlite3.connect(
             ":memory:" if path is None else str(path),
             isolation_level=None,
             timeout=self.max_lock_wait_ms / 1000,
-            check_same_thread=False,  # the collector may close it from any thread
+            check_same_thread=False,  # the garbage collector may close it from any thread
         )
         self._close = weakref.finalize(self, self._database.close)
         if path is not None:  # survives the death of any process; need not survive the machine's
@@ -94,11 +96,13 @@ class ResponseStore:
         return StoredResponse(*rows[0]) if rows else None
 
     def put(self, stored: StoredResponse) -> None:
-        """Store a response, and drop the least recently used ones beyond the bounds. It is not stored if it alone is
-        beyond them, or if the database is locked."""
+        """Store a response, and delete the least recently used ones while there are too many responses or bytes. Only
+        logs a warning if this response alone has too many bytes, or if the database is locked."""
         now, size = self._clock.monotonic(), len(stored.items) + len(stored.response)
         if size > self._max_bytes:
-            logger.warning("a response of %d bytes is not stored, which is more than all may have", size)
+            logger.warning(
+                "a response of %d bytes is not stored: all stored responses together may have %d", size, self._max_bytes
+            )
             return
         try:
             self._run(

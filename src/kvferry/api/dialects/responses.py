@@ -31,22 +31,24 @@ _HARMLESS = frozenset(
         *("prompt_cache_retention", "service_tier", "stream_options"),
     ]
 )
-"""Fields that do not change what the model says, or only together with another field, which is refused."""
+"""Fields that are ignored: they do not change the model's answer, or do so only together with another field, which is
+refused."""
 
 _REASONS = {
-    "conversation": "conversations are not kept by this server; use previous_response_id",
-    "prompt": "templates of prompts are not kept by this server; send instructions and input",
-    "context_management": "conversations are not compacted by this server; send the items that the model needs",
+    "conversation": "this server stores no conversations; use previous_response_id",
+    "prompt": "this server stores no prompt templates; send instructions and input",
+    "context_management": "this server does not compact conversations; send the items that the model needs",
     "messages": "use input",
     "response_format": "use text.format",
     "max_tokens": "use max_output_tokens",
     "max_completion_tokens": "use max_output_tokens",
     "reasoning_effort": "use reasoning.effort",
 }
+"""Fields that are refused, and what the error says."""
 
 
 class Reasoning(msgspec.Struct):
-    """`summary` is accepted: the reasoning itself is returned, and no summary."""
+    """`summary` is accepted and has no effect: the answer has the reasoning itself, and no summary."""
 
     effort: Name | None = None
     summary: str | None = None
@@ -153,7 +155,7 @@ def input_items(request: InputTokensRequest) -> list[dict[str, Any]]:
 
 
 def _with_parts(item: dict[str, Any]) -> dict[str, Any]:
-    """The item as it is listed: a message's text is a part."""
+    """The item as `GET /v1/responses/ID/input_items` lists it: the content of a message is a list of parts."""
     content, is_answer = item.get("content"), item.get("role") == "assistant"
     if isinstance(content, str):
         part = {"type": "output_text" if is_answer else "input_text", "text": content}
@@ -268,8 +270,9 @@ _PARTS: dict[str, type[Any]] = {**_TEXTS, "refusal": ItemRefusal, "input_image":
 
 
 def _messages(items: list[dict[str, Any]], *, begins: bool) -> Iterator[dict[str, Any]]:
-    """The items as messages: reasoning, text and calls of one answer are one message, as the chat's answer was. Only
-    the first message is the system's, and later ones are the developer's (`begins`: there is none before)."""
+    """The items as chat messages. Reasoning, text and calls of one answer become one message of the assistant, as in
+    the chat API. Only the first message may be a system message; later ones become developer messages. `begins`: no
+    message precedes these items."""
     answer: dict[str, Any] = {}
     for index, item in enumerate(items):
         where = f"input[{index}]"
@@ -313,7 +316,7 @@ def _messages(items: list[dict[str, Any]], *, begins: bool) -> Iterator[dict[str
 
 
 def _whole(answer: dict[str, Any]) -> dict[str, Any]:
-    """An assistant's message with its content, which is null if there are only calls."""
+    """A message of the assistant with `content`, which is null if the message has only calls."""
     return {"content": None if "tool_calls" in answer else "", **answer}
 
 

@@ -1,4 +1,4 @@
-"""Translates the requests of all other APIs, by their paths. Knows the stored responses."""
+"""Translates requests of Anthropic's API and of OpenAI's Responses API to chat requests. Knows the stored responses."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ from kvferry.core.messages.openai import MAX_BODY_BYTES, BodyTooLarge
 TRANSLATED_PATHS = (MESSAGES_PATH, COUNT_TOKENS_PATH, RESPONSES_PATH, INPUT_TOKENS_PATH)
 """The paths of requests that are translated."""
 
+_COMPRESSION_RATIO = 8
+"""Assumed bytes of stored items for each of their compressed bytes."""
+
 Result = TypeVar("Result")
 
 
@@ -49,15 +52,16 @@ class PreviousResponseNotFound(InvalidRequest):
 
 
 class Translator:
-    """Translates requests to `TRANSLATED_PATHS`. `max_bytes`: of the items of a conversation, which grows with each
-    turn although the requests are short."""
+    """Translates requests to `TRANSLATED_PATHS`. `max_bytes`: maximum bytes of the items of a conversation, which grows
+    with each turn although the requests are short."""
 
     def __init__(self, responses: ResponseStore, clock: Clock, max_bytes: int = MAX_BODY_BYTES) -> None:
         self.responses, self._clock, self._max_bytes = responses, clock, max_bytes
 
     async def translate(self, path: str, raw: bytes, request_id: str, owner: bytes) -> Translated:
-        """Translate a request. `owner`: of its response. Raises `InvalidRequest`, `BodyTooLarge`, and `Unavailable` if
-        the stored responses cannot be reached."""
+        """Translate a request. `owner`: names the client that may read the stored response
+        (`http.server.stored_responses.owner_of`). Raises `InvalidRequest`, `BodyTooLarge`, and `Unavailable` if the
+        stored responses cannot be reached."""
         size = len(raw)
         match path:
             case "/v1/messages":
@@ -67,12 +71,12 @@ class Translator:
             case "/v1/responses":
                 request = await _run(size, lambda: read_responses_request(raw))
                 previous = self._previous(request, owner)
-                size += 0 if previous is None else len(previous.items) * 8
+                size += 0 if previous is None else len(previous.items) * _COMPRESSION_RATIO
                 return await _run(size, lambda: self._translate_response(request, previous, request_id, owner))
             case _:
                 counted = await _run(size, lambda: read_input_tokens_request(raw))
                 previous = self._previous(counted, owner)
-                size += 0 if previous is None else len(previous.items) * 8
+                size += 0 if previous is None else len(previous.items) * _COMPRESSION_RATIO
                 return await _run(size, lambda: self._translate_input_tokens(counted, previous, request_id))
 
     def _previous(self, request: InputTokensRequest, owner: bytes) -> StoredResponse | None:

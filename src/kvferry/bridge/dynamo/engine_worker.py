@@ -61,7 +61,7 @@ class _PrefillResult(msgspec.Struct, frozen=True):
 
 
 class WorkerRequest(msgspec.Struct):
-    """A request of Dynamo's frontend, as far as it is read (`PreprocessedRequest`)."""
+    """The fields of a request of Dynamo's frontend (`PreprocessedRequest`) that are read."""
 
     token_ids: list[int]
     stop_conditions: _Stop = _Stop()
@@ -71,7 +71,8 @@ class WorkerRequest(msgspec.Struct):
 
 
 def engine_request(message: Mapping[str, Any], front: EngineClient, *, prefills: bool) -> Request:
-    """The request for kvferry's engine. `prefills`: it is to be handed off. Raises `InvalidRequest`."""
+    """The request for kvferry's engine. `front`: the engine. `prefills`: the request is handed off after its prefill.
+    Raises `InvalidRequest`."""
     try:
         worker_request = msgspec.convert(message, WorkerRequest)
     except msgspec.ValidationError as error:
@@ -82,7 +83,7 @@ def engine_request(message: Mapping[str, Any], front: EngineClient, *, prefills:
     if num >= front.max_model_len:
         raise ContextLengthExceeded(f"{num} tokens leave no room in a context of {front.max_model_len}")
     if options.n not in (None, 1):
-        raise InvalidRequest("n must be 1: kvferry's engine gives one answer to a request of Dynamo's", param="n")
+        raise InvalidRequest("n must be 1: kvferry's engine gives one answer to a request of Dynamo", param="n")
     room = front.max_model_len - num
     values = {name: value for name, value in msgspec.to_builtins(options).items() if value is not None and name != "n"}
     sampling = SamplingParams(
@@ -111,7 +112,7 @@ def _consumed(worker_request: WorkerRequest) -> HandOff:
 
 
 def worker_output(output: EngineOutput) -> dict[str, Any]:
-    """A piece of an answer as Dynamo's frontend reads it."""
+    """One output of the engine in the form that Dynamo's frontend reads."""
     piece: dict[str, Any] = {"token_ids": output.token_ids}
     if output.logprobs:
         piece["log_probs"] = [token.logprob for token in output.logprobs]
@@ -132,7 +133,8 @@ def _top(token: TokenLogprobs) -> list[dict[str, Any]]:
 
 
 class EngineWorker:
-    """One engine at one endpoint of Dynamo's. `end_s`: for Dynamo's discovery to forget it at the end."""
+    """One engine at one endpoint of Dynamo. `end_s`: maximum seconds to unregister from Dynamo's discovery at the
+    end."""
 
     def __init__(self, front: EngineClient, endpoint: DynamoEndpoint, model: str, *, end_s: float = 5.0) -> None:
         self._front, self._endpoint, self._model, self._end_s = front, endpoint, model, end_s
@@ -147,13 +149,13 @@ class EngineWorker:
             log.info("registered in Dynamo's discovery as %s", self._endpoint.path)
             await endpoint.serve_endpoint(self.generate)
         finally:
-            with suppress(Exception):  # the runtime raises bare Exceptions; it is ended anyway
+            with suppress(Exception):  # the runtime raises bare Exceptions; it is closed anyway
                 async with asyncio.timeout(self._end_s):
                     await endpoint.unregister_endpoint_instance()
             runtime.close()
 
     async def generate(self, message: Mapping[str, Any], context: Any) -> AsyncGenerator[dict[str, Any]]:
-        """Answer one request; Dynamo calls this. What it raises is the request's error there."""
+        """Answer one request. Dynamo calls this; an exception becomes the request's error in Dynamo."""
         from dynamo._core import InvalidArgument
 
         try:

@@ -1,8 +1,8 @@
-"""Publishes, in vLLM's format, the KV events of a worker of Dynamo's from Dynamo's event plane.
+"""Publishes the KV events of a worker of Dynamo, which come from Dynamo's event plane, in vLLM's format.
 
-Dynamo's events have hashes of the blocks' tokens, and not the tokens, by which kvferry's routers find prefixes. The
-relay has the tokens of the requests that were sent through this process. Blocks of other requests are left out, and so
-are blocks that follow them. As of Dynamo 1.7.0.dev20261026, with its event plane `zmq`.
+kvferry's routers find prefixes by the tokens of blocks. Dynamo's events have only hashes of these tokens. The relay
+knows the tokens of the requests that were sent through this process. It leaves out the blocks of other requests, and
+the blocks that follow them. As of Dynamo 1.7.0.dev20261026, with its event plane `zmq`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Change(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     data: _Change | str
-    """A text is `cleared`."""
+    """A string is always "cleared"."""
 
 
 class _WorkerEvent(msgspec.Struct):
@@ -84,27 +84,28 @@ class KVEvents(Protocol):
         """Called with the prompt of each request that is sent to the worker."""
 
     async def run(self) -> None:
-        """Do what is needed for as long as the worker is served."""
+        """Receive and publish events until cancelled."""
 
 
 class PublishedEvents:
-    """Events that the worker itself publishes in vLLM's format. `address`: None if it does not."""
+    """Events that the worker itself publishes in vLLM's format. `address`: None if it publishes none."""
 
     def __init__(self, address: EventsAddress | None = None) -> None:
         self.address = address
 
     def sent(self, token_ids: Sequence[int]) -> None:
-        """Nothing: vLLM's events have the tokens."""
+        """Does nothing: vLLM's events have the tokens."""
 
     async def run(self) -> None:
-        """Nothing: routers follow the worker."""
+        """Does nothing: routers subscribe to the worker's events themselves."""
 
 
 NO_EVENTS = PublishedEvents()
 
 
 class TokenBlocks:
-    """Tokens of blocks by Dynamo's hash of them; `max_blocks`, least recently sent first."""
+    """Maps Dynamo's hash of a block's tokens to these tokens. Holds at most `max_blocks` blocks; the least recently
+    sent ones are dropped first."""
 
     def __init__(self, block_size: int, *, max_blocks: int = 100_000) -> None:
         self.block_size, self._max_blocks = block_size, max_blocks
@@ -128,12 +129,13 @@ class TokenBlocks:
         return len(self._tokens)
 
     def get(self, tokens_hash: int) -> tuple[int, ...] | None:
-        """The tokens of a block."""
+        """The tokens of a block; None: they are not known."""
         return self._tokens.get(tokens_hash)
 
 
 class EventRelay:
-    """The relay of one worker. `look_s`: between two looks for publishers of the worker in Dynamo's discovery."""
+    """The relay of one worker. `look_s`: seconds between two searches for the worker's publishers in Dynamo's
+    discovery."""
 
     def __init__(
         self,
@@ -189,11 +191,11 @@ class EventRelay:
                 if address not in connected:
                     socket.connect(address)
                     connected.add(address)
-                    log.info("KV events of worker %x are followed at %s", self._worker_id, address)
+                    log.info("receiving KV events of worker %x from %s", self._worker_id, address)
             await asyncio.sleep(self._look_s)
 
     def _addresses(self) -> list[str]:
-        """Addresses of the worker's publishers. Blocks."""
+        """Addresses of the worker's publishers. Blocks the thread."""
         publishers = {
             row.get("publisher_id")
             for row in read_rows("event_sources", self._environment)
@@ -208,7 +210,8 @@ class EventRelay:
         return [address for address in addresses if isinstance(address, str) and _is_address(address)]
 
     def apply(self, frames: Sequence[bytes]) -> None:
-        """Publish the events of one message. A malformed one clears the routers' view of the worker."""
+        """Publish the events of one message. A message that cannot be decoded, or was preceded by a lost one, clears
+        the routers' view of the worker. A message without exactly four frames is ignored."""
         if len(frames) != 4:
             return
         _, publisher, number, content = frames

@@ -1,6 +1,7 @@
-"""Dynamo's runtime for Python. No other module imports it.
+"""Wraps Dynamo's runtime for Python (`dynamo._core`): its discovery, and calls of workers.
 
-Its errors are distinguished by their text: one that begins with `Unavailable:` means that the worker is gone.
+Dynamo's errors have no types, and are distinguished by their text: one that begins with `Unavailable:` means that the
+worker is gone.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ log = logging.getLogger(__name__)
 
 
 class WorkerLost(RequestError):
-    """The worker does not take the request, or its answer ends in the middle: another one may serve."""
+    """The worker does not take the request, or its answer ends too early. Another worker may serve the request."""
 
     status = 502
     kind = "server_error"
 
 
 class DynamoRuntime:
-    """One runtime, for the event loop that it was made on; at most one in a process. Dynamo's own environment variables
-    (`DYN_DISCOVERY_BACKEND`, `DYN_REQUEST_PLANE`, `DYN_EVENT_PLANE`) say how it finds and reaches workers."""
+    """The runtime of the event loop on which it is made; at most one in a process. Dynamo's own environment variables
+    (`DYN_DISCOVERY_BACKEND`, `DYN_REQUEST_PLANE`, `DYN_EVENT_PLANE`) determine how it finds and reaches workers."""
 
     def __init__(self) -> None:
-        """Raises `MissingDependency`."""
+        """Raises `MissingDependency` if Dynamo's runtime is not installed."""
         try:
             from dynamo._core import Context, DistributedRuntime
         except ImportError as error:
@@ -53,8 +54,8 @@ class DynamoRuntime:
         return self._runtime.endpoint(endpoint.path)
 
     async def register_model(self, endpoint: Any, model: str, facts: InstanceFacts) -> None:
-        """Tell Dynamo's discovery which model this process serves at an endpoint, and which phase. `model`: its
-        folder or name."""
+        """Register this process in Dynamo's discovery, with its endpoint, model and phase. `model`: the folder or name
+        of the model."""
         from dynamo._core import ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
 
         config = ModelRuntimeConfig()
@@ -94,14 +95,15 @@ class WorkerClient:
         self.endpoint, self._client, self._make_context = endpoint, client, make_context
 
     def worker_ids(self) -> list[int]:
-        """The workers that Dynamo's discovery has now."""
+        """The ids of the workers that Dynamo's discovery has now, ascending."""
         return sorted(self._client.instance_ids())
 
     async def call(
         self, worker_id: int, request: dict[str, Any], *, accept_s: float, silence_s: float
     ) -> AsyncGenerator[Any]:
-        """The pieces of a worker's answer. Closing the generator has the worker stop generating. `accept_s`: for the
-        worker to take the request; `silence_s`: between two pieces. Raises `WorkerLost` and other `RequestError`s."""
+        """Call a worker, and yield the outputs of its answer. Closing the generator makes the worker stop. `accept_s`:
+        maximum seconds until the worker accepts the request; `silence_s`: between two outputs. Raises `WorkerLost`,
+        also after these times, and other `RequestError`s."""
         context = self._make_context()
         try:
             async with asyncio.timeout(accept_s):
@@ -126,7 +128,7 @@ class WorkerClient:
 
 
 def _failure(text: str) -> RequestError:
-    """The error that Dynamo's text means."""
+    """The error that corresponds to a text of Dynamo's."""
     kind, _, message = text.partition(":")
     match kind.strip():
         case "InvalidArgument":

@@ -24,8 +24,8 @@ _PROBE = "_HEALTH_CHECK"
 
 @dataclass(frozen=True)
 class WorkerDeadlines:
-    """`accept_s`, `silence_s`: as in `WorkerClient.call`; `probe_s`: between two probes of a lost worker; `last_s`: for
-    an answer to end after its last piece."""
+    """`accept_s`, `silence_s`: as in `WorkerClient.call`; `probe_s`: seconds between two probes of a lost worker;
+    `last_s`: maximum seconds until the end of a stream whose last token has arrived."""
 
     accept_s: float = 5.0
     silence_s: float = 600.0
@@ -37,10 +37,10 @@ DEFAULT_DEADLINES = WorkerDeadlines()
 
 
 class WorkerLink:
-    """Owns the health of one worker. A worker that does not answer a call is lost until it answers a probe."""
+    """Owns the health of one worker. A worker that does not answer a call counts as lost until it answers a probe."""
 
     max_tasks = 64
-    """Most background tasks at once; further ones are dropped."""
+    """Maximum number of background tasks; further ones are not started."""
 
     def __init__(
         self,
@@ -50,12 +50,13 @@ class WorkerLink:
         one_token: Mapping[str, Any],
         deadlines: WorkerDeadlines,
     ) -> None:
-        """`one_token`: a request for a single token that needs no other worker, with which the worker is probed."""
+        """`one_token`: the request of a probe, for a single token. It needs no other worker."""
         self._client, self._id, self._vocab_size, self._deadlines = client, worker_id, vocab_size, deadlines
         self._one_token = one_token
         self._is_gone = self._is_lost = False
         self._tasks = BackgroundTasks()
         self.num_pieces = 0
+        """Number of outputs that the worker has sent, of all answers. Stands for the number of its engine's steps."""
 
     @property
     def name(self) -> str:
@@ -64,7 +65,7 @@ class WorkerLink:
 
     @property
     def healthy(self) -> bool:
-        """True if Dynamo's discovery has the worker, and it has answered a probe since it was lost."""
+        """True if Dynamo's discovery has the worker, and the worker is not lost."""
         return not self._is_gone and not self._is_lost
 
     def leave(self) -> None:
@@ -72,7 +73,7 @@ class WorkerLink:
         self._is_gone = True
 
     async def pieces(self, message: dict[str, Any]) -> AsyncGenerator[WorkerOutput]:
-        """The worker's answer. Raises `RequestError`."""
+        """Send a request to the worker, and yield its outputs. Raises `RequestError`."""
         limits = self._deadlines
         calling = self._client.call(self._id, message, accept_s=limits.accept_s, silence_s=limits.silence_s)
         try:
@@ -87,7 +88,7 @@ class WorkerLink:
             raise WorkerLost(f"the answer of {self.name} cannot be read: {error}") from error
 
     async def drain(self, pieces: AsyncGenerator[WorkerOutput]) -> None:
-        """Let a complete answer come to its end: the worker would count it as cancelled otherwise."""
+        """Read the rest of an answer whose last token has arrived: otherwise the worker counts it as cancelled."""
         with suppress(TimeoutError, RequestError):
             async with asyncio.timeout(self._deadlines.last_s):
                 async for _ in pieces:
@@ -120,4 +121,4 @@ class WorkerLink:
                     async for _ in pieces:
                         self._is_lost = False
             except RequestError as error:
-                log.info("%s is still lost: %s", self.name, error)
+                log.info("%s does not answer yet: %s", self.name, error)

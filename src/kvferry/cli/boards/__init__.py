@@ -1,2 +1,2 @@
-"""Boards and alert rules for those who have Prometheus: `panels` says what is shown and alerted on, once; `grafana`,
-`perses` and `rules` write it in the forms of these programs."""
+"""Dashboards and alert rules for Prometheus. `panels` has the charts and alerts; `grafana`, `perses` and `rules` write
+them in the formats of these programs."""

@@ -23,7 +23,7 @@ def boards(
     rules: Annotated[Path | None, Parameter(help="prometheus: file with the alert rules.")] = None,
     key_file: Annotated[Path | None, Parameter(help="prometheus: file with the router's admin key.")] = None,
 ) -> int:
-    """Print a board of Grafana or Perses, alert rules, or a configuration of Prometheus.
+    """Print a dashboard for Grafana or Perses, alert rules, or a configuration of Prometheus.
 
         kvferry boards grafana > kvferry.json
 
@@ -31,7 +31,7 @@ def boards(
 
         kvferry boards prometheus --rules kvferry.rules.yml > prometheus.yml
 
-    Prometheus asks the router, which answers for all its instances (/metrics?instances=all).
+    Prometheus scrapes the router, which returns the metrics of all its instances too (/metrics?instances=all).
     """
     match form:
         case "rules":

@@ -22,7 +22,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart. `about`: what it tells a person."""
+    """One chart. `about`: explains the chart to its reader."""
 
     title: str
     unit: Unit

@@ -1,4 +1,4 @@
-"""The documents that `kvferry cache warm` is given: text files, standard input, and .jsonl files."""
+"""The documents of `kvferry cache warm`: text files, standard input, and .jsonl files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.settings.files import read_whole
 
 MAX_LINE = 256 * 2**20
-"""Most bytes that are read as one line of a .jsonl file."""
+"""Maximum bytes of one line of a .jsonl file."""
 STANDARD_INPUT = "-"
 
 
 @dataclass(frozen=True)
 class Document:
-    """`body` has `prompt` or `messages`, as /tokenize takes them."""
+    """A document. `body`: a body of a request to /tokenize, with `prompt` or `messages`."""
 
     name: str
     body: dict[str, Any]
@@ -29,8 +29,8 @@ class Document:
 def read_documents(paths: Sequence[str]) -> Iterator[Document]:
     """Each file, or `-`, is one text; a .jsonl file has one request with `prompt` or `messages` on each line.
 
-    Standard input is read now, files when they are needed. Raises `ConfigError` that names the file and line; for
-    missing files, now.
+    Standard input is read at once, files when they are needed. Raises `ConfigError`, which names the file and the line;
+    for missing files, at once.
     """
     if paths.count(STANDARD_INPUT) > 1:
         raise ConfigError("standard input (-) can be given only once")

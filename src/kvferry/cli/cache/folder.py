@@ -1,6 +1,6 @@
 """`kvferry cache ls`, `stat`, `verify`, `pin`, `unpin`, `rm`, `export`, `import`: manage the directory of a file store.
 
-All work on a directory, whether or not instances use it at the same time, and need neither a model nor torch.
+All of them work on a directory, also while instances use it, and need neither a model nor torch.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def remove(
     cache_salt: CacheSalt = "",
     pinned: Annotated[bool, Parameter(help="Pinned ones too.", negative=())] = False,
 ) -> None:
-    """Remove blocks of a directory, named by the beginning of their hash or by a key, and say how many. Other keys and
-    prompts that begin alike lose them too."""
+    """Remove blocks of a directory, which are named by the beginning of their hash or by a key, and print their number.
+    The blocks are lost for other keys, and for prompts with the same beginning, too."""
     if not prefix and not all_blocks and key is None:
         raise ConfigError("kvferry cache rm: name the blocks by the beginning of their hash or --key, or use --all")
     if all_blocks and key is not None:
@@ -164,7 +164,7 @@ def remove(
 
 
 def export(store: Folder, archive: Annotated[Path, Parameter(help="A tar file.")], prefix: Prefix = "") -> None:
-    """Write blocks to an archive. Damaged ones are left out."""
+    """Write blocks to an archive. Damaged blocks are left out."""
     root, prefix = upkeep.require_root(store), _checked(prefix)
     if archive.exists():
         raise ConfigError(f"{archive} already exists; choose another name")

@@ -13,7 +13,7 @@ ENDINGS = (".svg", ".png")
 
 
 def check_plot(path: Path) -> None:
-    """Raise `ConfigError` before any work is done when this plot cannot be written."""
+    """Raise `ConfigError` if this plot cannot be written, before any work is done."""
     if path.suffix.lower() not in ENDINGS:
         raise ConfigError(f"--plot {path}: the name must end in {' or '.join(ENDINGS)}")
     require_writable("--plot", path)
@@ -21,7 +21,8 @@ def check_plot(path: Path) -> None:
 
 
 def plot(comparison: Comparison, path: Path) -> None:
-    """Hit ratio over capacity, a line for each policy, the optimum above them and what is not bounded as a border."""
+    """Plot the hit ratio over the capacity: a line for each policy, one for the optimum, and one for an unbounded
+    cache."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -1,4 +1,5 @@
-"""`kvferry cache simulate`: recorded requests replayed through eviction policies, the same objects that stores run."""
+"""`kvferry cache simulate`: recorded requests replayed through eviction policies, with the same code that stores
+use."""
 
 from __future__ import annotations
 
@@ -61,9 +62,9 @@ def simulate(
         Path | None, Parameter(name="--plot", help="Write a plot: .svg or .png (needs kvferry[plot]).")
     ] = None,
 ) -> None:
-    """Replay recorded requests through eviction policies, and show which share of their blocks was found.
-
-    Also shows the most that any cache of that size could have found (Belady's optimum), and an unbounded cache.
+    """Replay recorded requests through eviction policies, and show the share of their blocks that each found. Also
+    shows the largest share that any cache of the same size could have found (Belady's optimum), and the share of an
+    unbounded cache.
     """
     COUNT.require("--block-tokens", block_tokens)
     names = policy or tuple(eviction_names())
@@ -95,8 +96,8 @@ def _tokens(text: str) -> int:
 
 @contextmanager
 def _progress(trace: Path) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where that is a terminal; what it yields is called with the bytes read in both
-    passes."""
+    """A progress bar on standard error, if that is a terminal. Yields a function, to be called with the number of bytes
+    that were read, in both passes."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     total = 2 * trace.stat().st_size if trace.is_file() else None
     with make_bars(*columns) as bars:

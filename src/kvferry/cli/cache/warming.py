@@ -1,7 +1,8 @@
 """Lets a running instance compute documents once and keep their KV, and reports the result of each.
 
-Speaks HTTP only: `/tokenize` makes a document's tokens; `/kvferry/kept` reports how much of them is in the store, pins
-and unpins it; a completion of one token computes what is missing. The progress shown is what the store has.
+Speaks HTTP only: `/tokenize` makes a document's tokens; `/kvferry/kept` reports how many of its blocks are in the
+store, and pins and unpins them; a completion of one token computes the missing ones. The progress that is shown is the
+number of blocks in the store.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ASK_S = 60.0
 
 
 class NotWarmed(KvferryError):
-    """One document cannot be kept; others may be."""
+    """The KV of a document cannot be stored. Other documents may still be."""
 
 
 class PathNotServed(NotWarmed):
@@ -34,8 +35,8 @@ class PathNotServed(NotWarmed):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result for one document. Blocks: all of its blocks, those that were in every tier before, those that are
-    there now."""
+    """The result for one document. `num_blocks`: number of its blocks; `num_before`: blocks that were in every tier
+    before; `num_kept`: blocks that are in every tier now."""
 
     document: str
     error: str | None = None
@@ -130,12 +131,13 @@ async def warm_all(
     on_progress: OnProgress,
     on_outcome: Callable[[Outcome], None],
 ) -> None:
-    """Warm every document on one of the instances, each of which computes one at a time; with `pin` None, unpin each on
-    all of them, since it is not known which one pinned it. Raises `ConfigError` for a document that cannot be read."""
+    """Warm every document on one of the instances. Each instance computes one document at a time. `pin` None: unpin
+    every document on all instances, because it is not known which one pinned it. Raises `ConfigError` for a document
+    that cannot be read."""
     left = iter(documents)
 
     async def work(instance: Server) -> None:
-        for document in left:  # one iterator, and nothing awaited while it is asked
+        for document in left:  # the instances share one iterator; nothing is awaited while the next document is taken
             warming = Warming(instance, document, cache_salt, timeout_s, on_progress)
             on_outcome(await warming.run(pin=bool(pin)))
 
@@ -157,9 +159,9 @@ class Warming:
     """One document on one instance."""
 
     max_tries = 3
-    """Number of attempts for a document of which the store drops blocks."""
+    """Maximum number of attempts for a document if the store drops some of its blocks."""
     stalled_s = 10.0
-    """After this many seconds without further blocks, no more are expected."""
+    """After these seconds without new blocks, no more are expected."""
     poll_interval_s = 0.25
 
     def __init__(
@@ -171,7 +173,7 @@ class Warming:
         self._tokens: list[int] = []
 
     async def run(self, *, pin: bool) -> Outcome:
-        """The result. Errors of the document are in it."""
+        """Warm the document. Returns the result, which also has the document's errors."""
         name = self._document.name
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -189,7 +191,7 @@ class Warming:
         return self._outcome(before, after, pin)
 
     async def unpin(self) -> Outcome:
-        """Let its blocks be evicted again. Errors of the document are in the result."""
+        """Let the document's blocks be evicted again. Returns the result, which also has the document's errors."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 self._tokens = await self._tokenize()
@@ -229,7 +231,7 @@ class Warming:
         return blocks
 
     async def _fill(self, blocks: KeptBlocks) -> KeptBlocks:
-        """Compute until all tiers have it, or no more blocks arrive."""
+        """Compute the document until all tiers have all its blocks, or no more blocks arrive."""
         for _ in range(self.max_tries):
             before = blocks
             blocks = await self._compute()
@@ -238,8 +240,9 @@ class Warming:
         return blocks
 
     async def _compute(self) -> KeptBlocks:
-        """Compute it once. Returns when the store has all of it, or has nothing left to write, or no block of this
-        document came for `stalled_s`: on a busy instance, there is always something of other requests to write."""
+        """Compute the document once. Returns when the store has all its blocks, when the store has nothing left to
+        write, or when no block of the document was stored for `stalled_s` seconds: a busy instance always has blocks of
+        other requests to write."""
         body = {"prompt": self._tokens, "max_tokens": 1, **self._salted()}
         answer = self._instance.ask("POST", "/v1/completions", body, dict[str, Any], self._timeout_s)
         computing = asyncio.create_task(answer)
@@ -283,7 +286,8 @@ class Warming:
 
 
 def _worst_outcome(outcomes: Sequence[Outcome]) -> Outcome:
-    """One document's worst outcome at several instances: one that failed, or else the one with the most blocks."""
+    """The worst outcome of one document at several instances: an outcome that failed, or else the one with the most
+    blocks."""
     return max(outcomes, key=lambda outcome: (outcome.error is not None, outcome.num_kept))
 
 
@@ -295,7 +299,7 @@ def _token_ids(prompt: object) -> list[int]:
 
 
 def _is_complete(blocks: KeptBlocks) -> bool:
-    """True if at least one tier answers, and each that answers has every block."""
+    """True if at least one tier answers, and every tier that answers has all blocks."""
     return blocks.is_complete and all(tier.num_present == blocks.num_blocks for tier in blocks.tiers if tier.is_healthy)
 
 

@@ -1,1 +1,1 @@
-"""Commands that send requests as any client does: `ask`, `chat` and `bench`, on `stream`, the answer as it comes."""
+"""Commands that send requests like any client: `ask`, `chat` and `bench`. `stream` reads an answer while it arrives."""

@@ -1,4 +1,4 @@
-"""`kvferry bench`: load a server, and report time to first token, gaps and goodput."""
+"""`kvferry bench`: load a server, and report the time to the first token, the times between tokens, and the goodput."""
 
 from __future__ import annotations
 
@@ -55,9 +55,8 @@ def bench(
     api_key: Annotated[str | None, Parameter(help="API key of the server, if it has one.")] = None,
     tls_ca: Annotated[Path | None, Parameter(help="Certificate authorities (PEM) of a server at https://.")] = None,
 ) -> int:
-    r"""Load a server in an open loop: requests come at their times, whatever has become of those before.
-
-    Random prompts of one length, and as many again without hand-offs:
+    r"""Load a server in an open loop: each request is sent at its time, whether or not earlier requests have been
+    answered. Random prompts of one length, and the same number again without hand-offs:
 
         kvferry bench http://127.0.0.1:8000 --rate 2 \
           --prompt-tokens 1024 --compare
@@ -82,7 +81,9 @@ def bench(
             served = await choose_model(client, model)
             results = {}
             for number, (name, headers) in enumerate(passes.items()):
-                load = OpenLoop(client, served, seed + number)  # other prompts: the first ones' KV is in caches
+                load = OpenLoop(
+                    client, served, seed + number
+                )  # other prompts, because the KV of the first ones is in caches
                 await load.prepare()
                 with _Progress(name, len(arrivals)) as progress:
                     results[name] = await load.run(arrivals, headers, progress.done)
@@ -102,7 +103,7 @@ def bench(
 
 
 def table(figures: Mapping[str, Mapping[str, Any]], targets: Targets) -> list[str]:
-    """The figures in lines of at most 80 columns, a column for each pass."""
+    """The results in lines of at most 80 characters, with a column for each pass."""
 
     def times(name: str, point: str) -> list[str]:
         parts = [figure[name] for figure in figures.values()]
@@ -130,7 +131,7 @@ def table(figures: Mapping[str, Mapping[str, Any]], targets: Targets) -> list[st
 
 
 def draw(results: Mapping[str, LoadResult], path: Path) -> None:
-    """The share of times to first token, and of gaps between tokens, that are longer than so many ms. Raises
+    """Plot the share of times to first token, and of times between tokens, that exceed each number of ms. Raises
     `ConfigError`."""
     try:
         from matplotlib.figure import Figure
@@ -159,10 +160,10 @@ def draw(results: Mapping[str, LoadResult], path: Path) -> None:
 
 
 class _Progress:
-    """Requests that have ended: a bar on a terminal, otherwise a line every few seconds."""
+    """Shows how many requests have ended: a bar on a terminal, otherwise a line every few seconds."""
 
     line_s = 5.0
-    """Seconds between two lines of progress where nothing can be redrawn."""
+    """Seconds between two lines of progress if standard error is not a terminal."""
 
     def __init__(self, name: str, total: int) -> None:
         self._name, self._total, self._count = name, total, 0

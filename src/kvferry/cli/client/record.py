@@ -1,4 +1,4 @@
-"""`kvferry trace record`: a trace of what a running router serves."""
+"""`kvferry trace record`: records a trace of the requests of a running router."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Recorder:
         self._waiting: dict[tuple[float, int], RequestObservation] = {}
 
     def take(self, report: TrafficReport) -> None:
-        """Take the requests of a report, and write those before which no other is running."""
+        """Add the requests of a report. Write those that have ended and arrived before all running ones."""
         seen = {
             (request.arrived, request.prompt_tokens): request
             for request in report.requests
@@ -107,7 +107,7 @@ class Recorder:
             self._write(request)
 
     def finish(self) -> None:
-        """Write those that have ended."""
+        """Write all requests that have ended."""
         for key in sorted(self._waiting):
             if self._waiting[key].state == "done":
                 self._write(self._waiting[key])

@@ -28,7 +28,8 @@ _ASK_S = 10.0
 
 @dataclass
 class Reply:
-    """An answer. Times are in seconds on one monotonic clock; `error`: why it is incomplete, empty if it is not."""
+    """An answer. Times are in seconds of one monotonic clock. `error`: the reason why the answer is incomplete; empty
+    if it is complete."""
 
     begun_s: float
     text: str = ""
@@ -42,17 +43,17 @@ class Reply:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token; None: none came."""
+        """Time to the first token; None: none arrived."""
         return self.piece_times_s[0] - self.begun_s if self.piece_times_s else None
 
     @property
     def gaps_s(self) -> list[float]:
-        """Time between each piece and the next; a piece is one token, or more where the server sends them together."""
+        """Times between two consecutive chunks. A chunk has one token, or several if the server sends them together."""
         return [later - earlier for earlier, later in pairwise(self.piece_times_s)]
 
     @property
     def itl_s(self) -> float | None:
-        """Mean time between two tokens; None with fewer than two."""
+        """Mean time between two tokens; None if there are fewer than two."""
         count = max(self.num_tokens, len(self.piece_times_s)) - 1
         return (self.piece_times_s[-1] - self.piece_times_s[0]) / count if count > 0 and self.piece_times_s else None
 
@@ -67,12 +68,13 @@ class ServedModel:
 
 
 class OpenAIClient:
-    """Requests to one server. A context manager. Its methods raise `KvferryError` with what a user can do."""
+    """Sends requests to one server. A context manager. Its methods raise `KvferryError`, whose message says what a user
+    can do."""
 
     max_error_bytes = 65536
     max_answer_bytes = 64 * 2**20
     max_line_bytes = 4 * 2**20
-    """Longest event that is read."""
+    """Maximum bytes of an event."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class OpenAIClient:
         timeout_s: float = 120.0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`timeout_s`: for each answer as a whole."""
+        """`timeout_s`: maximum seconds for each complete answer."""
         self.origin = Origin.parse(url.removesuffix("/v1"), "URL")
         tls = client_context(tls_ca) if self.origin.tls else None
         self._client = HttpClient(tls=tls, client_name="this command")
@@ -104,7 +106,7 @@ class OpenAIClient:
         return await self._json("GET", path, None, timeout_s)
 
     async def post(self, path: str, body: Mapping[str, Any], timeout_s: float = _ASK_S) -> Any:
-        """The JSON with which a path answers this."""
+        """Send a POST request with this body, and return the JSON of the answer."""
         return await self._json("POST", path, msgspec.json.encode(body), timeout_s)
 
     async def models(self) -> list[ServedModel]:
@@ -125,8 +127,8 @@ class OpenAIClient:
         on_text: Callable[[str], object] = lambda text: None,
         headers: RawHeaders = [],  # noqa: B006 - never changed
     ) -> Reply:
-        """Send a request and read its streamed answer. An answer that breaks off has an `error`; one that does not
-        begin raises `Unavailable`."""
+        """Send a request and read its streamed answer. An answer that ends too early has an `error`. Raises
+        `Unavailable` if the answer does not begin."""
         reply = Reply(self._clock.monotonic())
         encoded = msgspec.json.encode({**body, "stream": True, "stream_options": {"include_usage": True}})
         sent = [*self._headers, *headers, (b"content-type", b"application/json")]
@@ -208,7 +210,7 @@ def _header(headers: RawHeaders, name: bytes) -> str:
 
 
 def _refusal(status: int, content: bytes) -> str:
-    """Why a request was refused, in a line."""
+    """The reason why a request was refused, in one line."""
     if status in (401, 403):
         return f"it answers {status}: add --api-key KEY, or set KVFERRY_API_KEY"
     try:

@@ -1,4 +1,4 @@
-"""`kvferry ask` and `kvferry chat`: an answer as it comes, and where its time went."""
+"""`kvferry ask` and `kvferry chat`: print an answer while it arrives, and how long each of its phases took."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _PHASES = (
     ("decode", "transfer_done", "done"),
 )
 _MAX_HISTORY = 200
-"""Messages of a conversation that are sent again."""
+"""Maximum number of messages of a conversation that are sent again."""
 
 
 def ask(
@@ -60,7 +60,7 @@ def ask(
     api_key: ApiKey = None,
     tls_ca: TlsCa = None,
 ) -> int:
-    """Ask once. The answer goes to standard output, and where its time went to standard error.
+    """Send one prompt. The answer goes to standard output, and the times of its phases to standard error.
 
         kvferry ask http://127.0.0.1:8000 "def add(a, b):"
 
@@ -147,7 +147,7 @@ def _read_prompt() -> str | None:
 
 
 async def choose_model(client: OpenAIClient, name: str | None) -> ServedModel:
-    """The model of this name, or the server's first. Raises `ConfigError` if there is none."""
+    """The model with this name, or the first model of the server. Raises `ConfigError` if there is none."""
     models = await client.models()
     if not models:
         raise ConfigError(f"{client.origin} serves no model yet")
@@ -161,7 +161,7 @@ async def choose_model(client: OpenAIClient, name: str | None) -> ServedModel:
 
 
 class Talk:
-    """One conversation. `messages`: what was said, as OpenAI's API has it."""
+    """One conversation. `messages`: the messages so far, as in OpenAI's API."""
 
     def __init__(self, client: OpenAIClient, model: ServedModel, options: dict[str, Any], *, aggregated: bool) -> None:
         self._client, self._model, self._options = client, model, options
@@ -180,8 +180,8 @@ class Talk:
         return cls(client, served, options, aggregated=aggregated)
 
     async def say(self, prompt: str) -> Reply:
-        """Print the answer to this, and below it where its time went. A model without a chat template completes the
-        text."""
+        """Print the answer to this prompt, and below it the times of its phases. A model without a chat template
+        completes the text."""
         messages = [*self.messages, {"role": "user", "content": prompt}]
         try:
             reply = await self._stream(CHAT_PATH, {"messages": messages})
@@ -200,7 +200,7 @@ class Talk:
         return await self._client.stream(path, {**self._options, **content}, _print, self._headers)
 
     async def _path(self, request_id: str) -> str:
-        """The instances that served a request; empty where the server does not say."""
+        """The instances that served a request; empty if the server does not report them."""
         if not request_id:
             return ""
         try:
@@ -218,7 +218,7 @@ def _print(text: str) -> None:
 
 
 def summary_lines(reply: Reply, path: str) -> list[str]:
-    """The figures of an answer, in lines of at most 80 columns."""
+    """The times of an answer, in lines of at most 80 characters."""
     lines = []
     parts = [] if reply.ttft_s is None else [f"TTFT {milliseconds(reply.ttft_s)}"]
     if reply.itl_s:

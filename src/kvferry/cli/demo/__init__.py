@@ -1,2 +1,2 @@
-"""`kvferry demo`: `command` runs the fleet and prints the results, `requests` sends requests, `stalls` measures and
-draws what long prompts do to an answer that is being streamed."""
+"""`kvferry demo`: `command` runs the fleet and prints the results, `requests` sends requests, `token_gaps` measures and
+draws how long prompts delay an answer that is being streamed."""

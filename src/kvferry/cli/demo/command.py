@@ -1,4 +1,5 @@
-"""`kvferry demo`: prefill and decode on two instances, watched at work and compared with one plain instance."""
+"""`kvferry demo`: runs prefill and decode on two instances, shows their work, and compares them with one plain
+instance."""
 
 from __future__ import annotations
 
@@ -42,11 +43,11 @@ from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig
 
 PIECES = (("heapq.py", 200), ("textwrap.py", 500), ("inspect.py", 900), ("argparse.py", 1500))
-"""Files of the standard library, and how many of their tokens are the prompt."""
+"""Files of the standard library, and number of their first tokens that are the prompt."""
 
 NUM_TOKENS = 48
 LONG_PIECES, LONG_TOKENS = ("tarfile.py", "typing.py", "subprocess.py", "pickle.py"), 2000
-"""Files whose beginnings are the long prompts, and how many of their tokens."""
+"""Files whose first tokens are the long prompts, and number of these tokens."""
 BAR_WIDTH = 13
 _ROUTER, _PLAIN = "router-0", "plain"
 PHASES = (
@@ -66,10 +67,8 @@ def demo(
     port: Annotated[int, Parameter(help="Port of the endpoint; 0 takes any free one.")] = 0,
     log: LogFlags = LOG,
 ) -> int:
-    """Serve a model with prefill and decode apart, ask it for a few completions, and show where the time went.
-
-    The completions are drawn at random, with a seed, and every token is compared with a plain instance's.
-    Ends by itself:
+    """Serve a model with prefill and decode apart, ask it for a few completions, and show how long each phase took. The
+    completions are sampled with a seed, and every token is compared with the token of a plain instance. Ends by itself:
 
         kvferry demo
     """
@@ -77,10 +76,10 @@ def demo(
     console = Console(highlight=False)
     settings = FleetSettings(
         spec=FleetSpec(prefill=1, decode=1),
-        # float32: in bfloat16, two machines' rounding may part the ways of two equally likely tokens.
+        # float32: in bfloat16, rounding on two machines may choose different ones of two equally likely tokens.
         engine=EngineConfig(model=model, dtype="float32", kv_cache_memory="256MiB"),
         instance=InstanceSpec(served_model_name=("demo",)),
-        # Without --keep, this command is the only client, and no longer waits for answers once it is stopped.
+        # Without --keep, this command is the only client, and it waits for no answers once it is stopped.
         listen=Listen(port=port) if keep else Listen(port=port, grace_s=0.0),
         log=logs,
     )
@@ -89,7 +88,8 @@ def demo(
 
 
 async def _run(settings: FleetSettings, console: Console, keep: bool) -> int:
-    """Run the fleet, a plain instance and the demo's requests side by side; the first to end ends the others."""
+    """Run the fleet, a plain instance and the demo's requests at the same time. When one of them ends, the others are
+    ended."""
     token = fleet_token()
     title = f"{settings.engine.model} · 1 P + 1 D, beside one plain instance on the same cores"
     summary = summary_of("demo", settings.listen, settings.access, title=title, has_block=keep)
@@ -136,23 +136,23 @@ def _next_step(model: str) -> Text:
 
 
 class _Watching:
-    """A display that also notes who is up, and keeps log lines out of the middle of what the demo prints: while
-    `printing`, they wait."""
+    """A display that also records which members are up. While the demo prints an answer (`printing`), log lines
+    wait."""
 
     max_waiting = 1000
-    """Lines that wait for an answer's end; of more, the last."""
+    """Log lines that wait for the end of an answer. If there are too many, the last ones are kept."""
 
     def __init__(self, inner: Display) -> None:
         self._inner = inner
         self.urls: dict[str, str] = {}
         self.up_beside, self.is_up = asyncio.Event(), asyncio.Event()
-        """True if the plain instance serves, and the fleet."""
+        """True if the plain instance and the fleet serve."""
         self._printing = False
         self._waiting: deque[tuple[str, str]] = deque(maxlen=self.max_waiting)
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """The demo writes text that ends in no line yet."""
+        """True while the demo writes text without a line end."""
         self._printing = True
         try:
             yield
@@ -180,7 +180,7 @@ class _Watching:
 
 
 class _Beside:
-    """The display of the plain instance, which the user did not ask for."""
+    """The display of the plain instance. It shows little, because the user did not start this instance."""
 
     def __init__(self, watching: _Watching) -> None:
         self._watching = watching
@@ -268,7 +268,7 @@ def _times(pieces: Sequence[DemoPrompt], answers: Sequence[DemoAnswer], console:
 
 
 def _bar(seconds: Mapping[str, float], console: Console) -> Text:
-    """The phases, each as long as its share."""
+    """The phases as a bar, each as long as its share of the time."""
     total = sum(max(value, 0.0) for value in seconds.values()) or 1.0
     bar = Text()
     for name, _, _, colour in PHASES:

@@ -47,11 +47,11 @@ class DemoAnswer:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An address that the demo sends its requests to. Its methods raise `Unavailable` when the answer is an error."""
+    """An address to which the demo sends requests. Its methods raise `Unavailable` if the answer is an error."""
 
     max_answer: ClassVar[int] = 16 * 2**20
     answer_s: ClassVar[float] = 60.0
-    """The longest wait for the first byte of an answer."""
+    """Maximum seconds to wait for the first byte of an answer."""
 
     client: HttpClient
     url: str
@@ -88,8 +88,8 @@ class Endpoint:
     async def ask(
         self, piece: DemoPrompt, num_tokens: int, on_text: Callable[[str], object] = lambda text: None, **more: Any
     ) -> DemoAnswer:
-        """Stream a sampled answer of this many tokens; `on_text` gets each piece of text as it arrives. `more`: further
-        fields of the request."""
+        """Stream a sampled answer of this number of tokens. `on_text`: called with the text of each chunk when it
+        arrives. `more`: further fields of the request."""
         body = {
             "prompt": piece.token_ids,
             "max_tokens": num_tokens,

@@ -15,7 +15,7 @@ from kvferry.cli.demo.requests import DemoAnswer, DemoPrompt, Endpoint
 
 STREAM_TOKENS = 320
 LONG_EVERY = 56
-"""Tokens of the stream between two long prompts. Each of these asks for one token."""
+"""Number of tokens of the stream between two long prompts. Each long prompt asks for one token."""
 
 PLOT_ROWS = 4
 _MARGIN = 9
@@ -42,7 +42,7 @@ class TokenGaps:
         return [later - earlier for earlier, later in zip(self.tokens_s, self.tokens_s[1:], strict=False)]
 
     def longest_gaps_s(self, num_columns: int, column_s: float) -> list[float]:
-        """The longest gap that overlaps each column of a plot; 0 before and after the stream."""
+        """For each column of a plot, the longest gap that overlaps it; 0 before and after the stream."""
         longest = [0.0] * num_columns
         for begin, gap in zip(self.tokens_s, self.gaps_s, strict=False):
             for column in range(int(begin / column_s), min(int((begin + gap) / column_s), num_columns - 1) + 1):
@@ -73,7 +73,8 @@ async def measure_stalls(endpoint: Endpoint, short: DemoPrompt, longs: Sequence[
 
 
 def draw_stalls(measured: Mapping[str, TokenGaps], width: int, characters: Characters) -> Iterator[Text]:
-    """The gaps of each stream over time, all on the same two linear scales, in lines of at most `width` characters."""
+    """Plot the gaps of each stream over time in lines of at most `width` characters. All streams have the same linear
+    scales."""
     num_columns = max(width - _MARGIN, 10)
     column_s = max(stalls.tokens_s[-1] for stalls in measured.values()) / num_columns
     top_s = max(max(stalls.gaps_s) for stalls in measured.values())

@@ -1,2 +1,2 @@
-"""`kvferry doctor`: `machine` looks at this machine, `deployment` at a running one and at what a path between two
-processes carries; `command` shows it, and writes it all down for an issue."""
+"""`kvferry doctor`: `machine` examines this machine; `deployment` examines a running deployment, and measures the rate
+between two processes; `command` shows the findings, and writes them to a file for an issue."""

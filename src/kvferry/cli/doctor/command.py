@@ -1,5 +1,5 @@
-"""`kvferry doctor`: findings about this machine, a running deployment or a spec, each with the line that mends it; and
-the bundle, a file for an issue with findings, versions, settings and the ends of logs, without secrets."""
+"""`kvferry doctor`: findings about this machine, a running deployment or a spec, each with a command that solves the
+problem; and the bundle, a file for an issue with findings, versions, settings and the ends of logs, without secrets."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def doctor(
     admin_key: Annotated[str | None, Parameter(help="Admin key of the router, if it has one.")] = None,
     tls_ca: Annotated[Path | None, Parameter(help="Certificate authorities (PEM) of a server at https://.")] = None,
 ) -> int:
-    """Say what is wrong, and the line that mends it.
+    """Print problems, each with a command that solves it.
 
         kvferry doctor http://127.0.0.1:8000
 
-    For a router, it also measures what hand-offs carry, beside what their medium carries. Exit code 1: there is a
-    problem.
+    For a router, it also measures the rate of hand-offs, and compares it with the rate of their medium. Exit code 1:
+    there is a problem.
     """
     findings: list[Finding] = []
 
@@ -132,7 +132,7 @@ def examine_spec(path: Path) -> Iterator[Finding]:
 
 
 def lines_of(finding: Finding) -> Sequence[str]:
-    """A finding in lines of at most 80 columns, as far as words allow."""
+    """A finding in lines of at most 80 characters, unless a word is longer."""
     lines = [""]
     for word in f"{MARKS[finding.verdict]} {finding.text}".split(" "):
         if lines[-1] and len(lines[-1]) + 1 + len(word) > _WIDTH:
@@ -143,7 +143,8 @@ def lines_of(finding: Finding) -> Sequence[str]:
 
 
 def secrets_of(variables: Mapping[str, str] = os.environ) -> list[str]:
-    """The values that must not be in a bundle: of variables that are named like a secret, and this user's token."""
+    """The values that must not be in a bundle: of variables whose names look like names of secrets, and this user's
+    token."""
     values = {value for name, value in variables.items() if _SECRET_NAMES.search(name) and not name.endswith("_FILE")}
     with suppress(ConfigError):
         values |= {shared_token() or "", users_token() or ""}
@@ -151,7 +152,7 @@ def secrets_of(variables: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def without_secrets(text: str, secrets: Iterable[str]) -> str:
-    """The text without these values, and without what stands where a key stands."""
+    """The text without these values, and without words in places where keys are written."""
     for secret in secrets:
         text = text.replace(secret, _REMOVED)
     text = _IN_URL.sub(rf"\g<1>{_REMOVED}@", text)

@@ -1,5 +1,5 @@
-"""A running deployment: its instances, their clocks and checks, and what its hand-offs carry, beside what the media
-between two processes of this machine carry."""
+"""Findings about a running deployment: its instances, their clocks and checks, and the rate of its hand-offs in
+comparison with the rate between two processes of this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _CHUNK = 2**20
 
 @dataclass(frozen=True)
 class HandOffs:
-    """Total of what instances have fetched since they began: bytes by medium, seconds and hand-offs."""
+    """Totals of the KV that instances have fetched since their start: bytes by medium, seconds, and number of
+    hand-offs."""
 
     bytes_by_medium: Mapping[str, float]
     seconds: float = 0.0
@@ -72,7 +73,7 @@ def read_hand_offs(metrics: bytes) -> HandOffs:
 async def examine_deployment(
     url: str, servers: Servers, client: OpenAIClient, *, sends: bool
 ) -> AsyncIterator[Finding]:
-    """All findings about what serves at `url`. `sends`: also measure hand-offs, by requests of a long prompt."""
+    """All findings about the server at `url`. `sends`: also measure hand-offs, by sending long prompts."""
     try:
         instances = await servers.instances(url)
     except (KvferryError, ValueError) as error:
@@ -153,7 +154,7 @@ async def _hand_offs(
 
 
 def _beside_medium(text: str, rate: float, mean_bytes: float, media: Mapping[str, float]) -> Finding:
-    """Finding about the measured rate beside the rate of the medium, for instances on this machine."""
+    """A finding about the measured rate in comparison with the rate of the medium, for instances on this machine."""
     shared = shared_memory_rate()
     if not any(name in ("shm", "cuda_ipc") for name in media):
         name = next(iter(media), "tcp")
@@ -185,7 +186,7 @@ async def _fetched(servers: Servers, instances: list[InstanceView]) -> HandOffs:
 
 
 async def _send(client: OpenAIClient) -> list[Timeline]:
-    """Send prompts that are long enough to be handed off, each another one."""
+    """Send different prompts that are long enough to be handed off."""
     models = await client.models()
     limit = min((model.max_tokens or 4096 for model in models), default=4096)
     timelines = []
@@ -200,7 +201,7 @@ async def _send(client: OpenAIClient) -> list[Timeline]:
 
 
 def _backward(timeline: Timeline) -> list[str]:
-    """Phases of two processes that are in the wrong order by more than the clocks of one machine could explain."""
+    """Findings about the order of phases of two processes, if the clocks of one machine cannot explain it."""
     pairs = (("routed", "prefill_queued"), ("prefill_done", "transfer_done"), ("transfer_done", "done"))
     return [
         f"{start} after {end}" for start, end in pairs if (span := timeline.span(start, end)) and span < -MAX_SKEW_S

@@ -11,7 +11,7 @@ MARKS = {"good": "✓", "problem": "✗", "unknown": "·"}
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`remedy`: the line that mends it, empty where there is nothing to mend."""
+    """`remedy`: a command or a sentence that solves the problem; empty if there is none."""
 
     verdict: Verdict
     text: str
@@ -19,15 +19,15 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def good(text: str) -> Finding:
-    """Something that is as it should be."""
+    """A finding without a problem."""
     return Finding("good", text)
 
 
 def problem(text: str, remedy: str) -> Finding:
-    """Something that should be mended, by `remedy`."""
+    """A problem, which `remedy` solves."""
     return Finding("problem", text, remedy)
 
 
 def unknown(text: str) -> Finding:
-    """Something that could not be found out, or that matters only in some cases."""
+    """A finding that is uncertain, or that matters only in some cases."""
     return Finding("unknown", text)

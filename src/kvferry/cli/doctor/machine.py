@@ -1,5 +1,5 @@
 """Findings about this machine: what kvferry needs of it, and its GPUs, the links between them and RDMA, from what
-drivers' tools print and /sys says. Nothing is changed or started, and nothing takes longer than a few seconds."""
+drivers' tools print and /sys says. Changes and starts nothing, and takes at most a few seconds."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _port(port: int) -> Finding:
 
 
 def run_tool(*command: str) -> str | None:
-    """Standard output of a program; None if it is not there, fails, or takes longer than 5 s."""
+    """Standard output of a program; None: it is not installed, fails, or takes longer than 5 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
@@ -160,8 +160,8 @@ def run_tool(*command: str) -> str | None:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine as it is examined. `tool` runs a program as `run_tool` does; `memlock`: the bytes that a process may
-    lock, -1 without a limit; `nixl`: the installed version, None for none."""
+    """The machine that is examined. `tool`: runs a program, like `run_tool`; `memlock`: bytes that a process may lock,
+    -1: no limit; `nixl`: the installed version, None: not installed."""
 
     variables: Mapping[str, str]
     tool: Callable[..., str | None] = run_tool
@@ -223,7 +223,7 @@ def _links_of_gpus(matrix: str) -> Finding:
 
 
 def examine_rdma(hardware: Hardware) -> Iterator[Finding]:
-    """RDMA devices, and a NIXL that would move KV over TCP without saying so."""
+    """RDMA devices; and a warning if NIXL would move KV over TCP without an error."""
     devices = sorted((hardware.sys / "class" / "infiniband").glob("*"))
     active = {device.name: ports for device in devices if (ports := _active_ports(device))}
     if active:
@@ -273,7 +273,7 @@ def _nixl(hardware: Hardware, *, has_rdma: bool) -> Iterator[Finding]:
 
 
 def _selects(selected: str, families: tuple[str, ...], alias: str) -> bool:
-    """True if a value of UCX_TLS leaves a transport of these families. `alias`: UCX's name for all of them."""
+    """True if a value of UCX_TLS allows a transport of these families. `alias`: UCX's name for all of them."""
     names = [name.strip().lstrip("\\") for name in selected.removeprefix("^").split(",") if name.strip()]
     if not names:
         return True

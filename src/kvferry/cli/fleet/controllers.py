@@ -36,7 +36,7 @@ from kvferry.observe.logs import TEXT, set_up_logging
 
 POLL_INTERVAL_S = 0.2
 _BEGIN_S = 20.0
-"""Seconds that a controller may take to start."""
+"""Maximum seconds until a started controller leads."""
 _KILLED_S = 10.0
 """Seconds to wait for a killed controller to end."""
 _LOG = "controller.log"
@@ -48,22 +48,22 @@ Fleet = Annotated[str, Parameter(help="Name of the fleet, as in its spec.", comp
 def control(
     name: Fleet,
     *,
-    wait: Annotated[bool, Parameter(help="Wait until a controller that looks after it already has ended.")] = True,
+    wait: Annotated[bool, Parameter(help="If a controller runs already, wait until it has ended.")] = True,
 ) -> int:
     """Run a fleet's controller in the foreground. `apply` runs it in the background; SIGTERM ends it, and the fleet
     keeps running. A second controller waits until the first has ended."""
     set_up_logging(TEXT, "controller")
-    DigestCache()
+    DigestCache()  # logs problems with it once, for all processes
     remove_leftovers()
     ledger = existing_ledger(name)
-    with suppress(OSError):  # it is gone: paths that begin there are, too
+    with suppress(OSError):  # the folder is gone, and so are the paths relative to it
         os.chdir(ledger.desired_state().directory or ".")
     return run_async(reconcile(ledger, waits=wait))
 
 
 async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, display: Display | None = None) -> int:
-    """Run a fleet's controller until a signal. If its heartbeat was late, so that another controller may have taken
-    over, it starts again, and waits for the other one. `follows`: as in `Controller`."""
+    """Run a fleet's controller until a signal. If its heartbeat was late, another controller may have taken over: the
+    process then starts again, and waits for the other controller. `waits`, `follows`: as in `Controller`."""
     fleet, display = ledger.desired_state().fleet, display or PlainDisplay()
     backend = make_backend(running_folder(ledger), fleet, display)
     grace_s = grace_of(fleet)
@@ -86,15 +86,15 @@ async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, displ
 
 
 def _restart() -> NoReturn:
-    """Replace this process by a new start of its program. What it has asked for, and what hangs, is left behind: a
-    connection to a cluster that does not answer can neither be closed in time nor used again."""
+    """Replace this process by a new start of its program. Its open connections and threads are dropped: a connection to
+    a cluster that does not answer can neither be closed in time nor used again."""
     os.execv(PROGRAM[0], [*PROGRAM, *sys.argv[1:]])
 
 
 def existing_ledger(name: str) -> Ledger:
-    """The ledger of the fleet of this name. Raises `ConfigError` if there is none."""
+    """The ledger of the fleet with this name. Raises `ConfigError` if there is none."""
     names = fleet_names()
-    if name not in names:  # which is also the answer to a name that is a path
+    if name not in names:  # also refuses names that are paths
         if not names:
             raise ConfigError(f"there is no fleet {name}, nor any other; `kvferry fleet apply SPEC` makes one")
         raise ConfigError(unknown_key(repr(name[:40]), name, names, "fleet"))
@@ -102,8 +102,7 @@ def existing_ledger(name: str) -> Ledger:
 
 
 def make_backend(folder: Path, fleet: DesiredFleet, display: Display | None = None) -> FleetBackend:
-    """The fleet's backend, not opened yet. Raises `ConfigError` if it cannot run the
-    fleet."""
+    """The fleet's backend, not opened yet. Raises `ConfigError` if it cannot run the fleet."""
     token = _token()
     make_recipe = partial(recipe_of, token=token)
     context = BackendContext(folder, make_recipe, display or PlainDisplay(), token=token)
@@ -121,8 +120,8 @@ def _token() -> str:
 
 
 def require_controller(ledger: Ledger, name: str) -> None:
-    """Start a controller in the background unless the fleet has one, or is gone. One that hangs is killed: the members
-    keep running, and the next controller finds them."""
+    """Start a controller in the background unless the fleet has one, or is deleted. A controller that hangs is killed:
+    the members keep running, and the next controller adopts them."""
     _end_hung(ledger, name)
     if ledger.has_controller or not ledger.exists:
         return
@@ -184,5 +183,5 @@ def is_ending(ledger: Ledger) -> bool:
     """True if the fleet is being deleted, or has been."""
     try:
         return not ledger.exists or ledger.desired_state().deleted
-    except ConfigError:  # it cannot be read, so no controller would end its members
+    except ConfigError:  # the ledger cannot be read, so a controller could not end its members
         return False

@@ -1,5 +1,5 @@
 """`kvferry fleet init`: a commented spec that can be applied as it is. Of the settings of kvferry's own processes,
-which are keys of it too, it has those that most users set."""
+which may also be keys of the spec, it has those that most users set."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _EXAMPLES: Mapping[str, Any] = {
     "kv_cache_memory": "2GiB",
     "members": {"prefill": 1, "decode": 1},
 }
-"""Values of keys that have no default, or the default that there is none."""
+"""Example values of keys that have no default, or whose default is "none"."""
 _TABLES = ("engine", "role", "router", "unit", "roll", "failure", "backend", "scale", "keys")
 _ELSEWHERE = ("kubernetes", "ray", "options")
-"""Tables that only one kind of backend has; their pages describe them."""
+"""Tables that only one kind of backend has. The pages of these backends describe them."""
 
 
 def add_to(fleet: App) -> None:
@@ -110,8 +110,8 @@ def _table(
     *,
     brief: bool = False,
 ) -> Iterator[str]:
-    """One table. `values`: keys that are set; None: the whole table is commented out. `brief`: without what was said
-    of the table before it."""
+    """The lines of one table. `values`: keys that are set; None: the whole table is commented out. `brief`: leave out
+    comments that the table before has too."""
     helps = field_help(kind)
     yield ""
     if name:

@@ -1,6 +1,6 @@
 """`kvferry fleet apply` and what follows it: a fleet from a spec, changed while it serves.
 
-A controller in the background maintains it. These commands record the desired state, and follow what becomes of it.
+A controller in the background maintains it. These commands record the desired state, and show the progress.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def apply(
 
         kvferry fleet apply chat.toml
 
-    Members go on when this command ends. A controller in the background replaces those that die; `kvferry fleet status`
-    shows them.
+    Members keep running when this command ends. A controller in the background replaces members that die; `kvferry
+    fleet status` shows them.
     """
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
     fleet = read_fleet(spec)
@@ -79,7 +79,7 @@ def scale(
     *,
     wait_s: Wait = 600.0,
 ) -> int:
-    """Change how many instances of a role, or units, there are: `kvferry fleet scale chat prefill=3 decode=2`."""
+    """Change the number of instances of a role, or of units: `kvferry fleet scale chat prefill=3 decode=2`."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
 
     def scaled(desired: DesiredState) -> DesiredFleet:
@@ -98,7 +98,7 @@ def scale(
 
 
 def roll(name: Fleet, *, wait_s: Wait = 600.0) -> int:
-    """Replace every instance and router by a new one of the same settings, a few at a time."""
+    """Replace every instance and router by a new one with the same settings, a few at a time."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
     stamp = f"{SYSTEM_CLOCK.wall():.3f}"
     return _change(name, lambda desired: msgspec.structs.replace(desired.fleet, stamp=stamp), wait_s)
@@ -126,7 +126,7 @@ def rollback(
 
 
 def pause(name: Fleet) -> int:
-    """Stop starting and replacing members, even those that die, until `kvferry fleet resume`."""
+    """Start and replace no members, not even members that die, until `kvferry fleet resume`."""
     return _set_pause(name, pause=True)
 
 
@@ -174,11 +174,11 @@ def _change(name: str, how: Callable[[DesiredState], DesiredFleet], wait_s: floa
 
 
 def _apply_and_follow(ledger: Ledger, desired: DesiredState, wait_s: float) -> int:
-    """Have a controller carry it out."""
+    """Have a controller carry out the change, and show its progress."""
     name, begun = desired.fleet.name, SYSTEM_CLOCK.wall()
     try:
         require_controller(ledger, name)
-        if desired.fleet.roll.pause:  # what is wanted will not be, however long anybody waits
+        if desired.fleet.roll.pause:  # waiting longer does not help: the desired state cannot be reached
             until = f"until `kvferry fleet resume {name}`"
             sys.stdout.write(f"{name} is paused: nothing is started, stopped or replaced {until}\n")
             return 0
@@ -188,7 +188,7 @@ def _apply_and_follow(ledger: Ledger, desired: DesiredState, wait_s: float) -> i
         return 130
 
 
-# What has to be so before a fleet is made, or changed.
+# Conditions for making or changing a fleet.
 
 
 def _require_not_followed(ledger: Ledger) -> None:
@@ -205,10 +205,10 @@ def _require_not_followed(ledger: Ledger) -> None:
 
 
 def require_same_place(ledger: Ledger, fleet: DesiredFleet) -> None:
-    """A fleet stays where it is: elsewhere, no controller would find its members. Raises `ConfigError`."""
+    """Raise `ConfigError` if the backend of a fleet would change: no controller would then find its members."""
     try:
         before = ledger.desired_state()
-    except ConfigError:  # it does not exist, or its state cannot be read
+    except ConfigError:  # there is no such fleet, or its state cannot be read
         return
     kind, new_kind = before.fleet.backend.kind, fleet.backend.kind
     if kind != new_kind and not before.deleted:
@@ -219,7 +219,7 @@ def require_same_place(ledger: Ledger, fleet: DesiredFleet) -> None:
 
 
 def _wait_for_end(ledger: Ledger, wait_s: float) -> None:
-    """A fleet that is being deleted must end before it is created again."""
+    """Raise `ConfigError` if the fleet is being deleted: it must end before it is created again."""
     deadline = SYSTEM_CLOCK.monotonic() + wait_s
     while ledger.has_controller and is_ending(ledger):
         if SYSTEM_CLOCK.monotonic() >= deadline:
@@ -231,8 +231,8 @@ def _wait_for_end(ledger: Ledger, wait_s: float) -> None:
 
 
 def _follow(ledger: Ledger, desired: DesiredState, begun: float, wait_s: float, line_every_s: float = 5.0) -> int:
-    """Show what is done from `begun` on, until the fleet has reached its desired state; exit code 1 if that takes too
-    long or is impossible."""
+    """Show the steps since `begun`, until the fleet has reached its desired state. Returns the exit code, which is 1 if
+    that takes too long or is impossible."""
     start, fleet = SYSTEM_CLOCK.monotonic(), desired.fleet
     deadline, last_line = start + wait_s, start
     shown, trouble = 0, tuple[str, ...]()
@@ -270,7 +270,8 @@ def _follow(ledger: Ledger, desired: DesiredState, begun: float, wait_s: float, 
 
 
 def waiting_text(starting: Sequence[str]) -> str:
-    """The members that the command waits for; all of them may be there, and the fleet not be as it is to be."""
+    """The members for which the command waits. Even if all of them are up, the fleet may not have reached its desired
+    state."""
     if not starting:
         return "waiting for the fleet's controller"
     more = f" and {len(starting) - 4} more" if len(starting) > 4 else ""

@@ -1,4 +1,4 @@
-"""`kvferry fleet recommend`: how many instances a fleet needs if something else starts them."""
+"""`kvferry fleet recommend`: publishes how many instances a fleet needs, for another program that starts them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_to(fleet: App) -> None:
 
 def recommend(
     spec: Annotated[
-        Path, Parameter(help="The fleet's file (TOML), with a table [scale]. It is followed when it changes.")
+        Path, Parameter(help="The fleet's file (TOML), with a table [scale]. Changes to it are carried out.")
     ],
     *,
     router: Annotated[tuple[str, ...], Parameter(help="URL of a router; repeat it for all of them.", negative=())],
@@ -46,15 +46,14 @@ def recommend(
         ),
     ] = False,
 ) -> int:
-    r"""Say how many instances a fleet needs, for an autoscaler that starts them: the routers' metrics then have
-    `kvferry_fleet_desired_instances`.
-
-    Beside the routers, in the cluster of a fleet:
+    r"""Compute how many instances a fleet needs, for an autoscaler that starts them. The metrics of the routers then
+    have `kvferry_fleet_desired_instances`. In the cluster of a fleet, beside its routers:
 
         kvferry fleet recommend chat.toml \
           --router http://chat-router-0.chat-routers:8000
 
-    `kvferry fleet render` writes a Deployment of it. SIGTERM ends the command, and the counts stay as they are.
+    `kvferry fleet render` writes a Deployment of this command. SIGTERM ends the command; the last counts stay in the
+    metrics.
     """
     for url in router:
         Origin.parse(url, "--router")

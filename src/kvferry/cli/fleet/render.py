@@ -1,4 +1,4 @@
-"""`kvferry fleet render`: a fleet's spec as manifests of Kubernetes, or as a Helm chart."""
+"""`kvferry fleet render`: writes a fleet's spec as manifests for Kubernetes, or as a Helm chart."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def render(
         Path | None, Parameter(help="Write a Helm chart into this folder instead of manifests to standard output.")
     ] = None,
 ) -> int:
-    """Write a fleet as manifests of Kubernetes.
-
-    The Secret with the deployment's token is among them if KVFERRY_AUTH_TOKEN is set:
+    """Write a fleet as manifests for Kubernetes. The Secret with the deployment's token is among them if
+    KVFERRY_AUTH_TOKEN is set:
 
         kvferry fleet render chat.toml | kubectl apply -f -
     """

@@ -34,7 +34,7 @@ def add_to(fleet: App) -> None:
 
 
 def run(
-    spec: Annotated[Path, Parameter(help="The fleet's file (TOML). It is followed when it changes.")],
+    spec: Annotated[Path, Parameter(help="The fleet's file (TOML). Changes to it are carried out.")],
     *,
     verbose: Annotated[
         bool, Parameter(help="Write log lines to standard error instead of a file.", negative=())
@@ -44,8 +44,8 @@ def run(
 
         kvferry fleet run chat.toml
 
-    A change of the file is carried out; one that is wrong, or cannot be carried out here, is refused in one line, and
-    the fleet stays as it is. SIGTERM ends the command, and the fleet keeps running.
+    Changes to the file are carried out. A change that is invalid, or cannot be carried out here, is refused in one
+    line, and the fleet stays as it is. SIGTERM ends the command, and the fleet keeps running.
     """
     set_up_logging(TEXT, "controller")
     followed = _Followed(spec)
@@ -59,7 +59,7 @@ def run(
         end="Ctrl-C ends this command; the fleet goes on (kvferry fleet delete ends it).",
     )
     display = open_display(LogConfig(verbose=verbose), summary, "controller")
-    DigestCache()
+    DigestCache()  # logs problems with it once, for all processes
     remove_leftovers()
     run_async(_run(followed, display))
     return 0
@@ -73,13 +73,14 @@ async def _run(followed: _Followed, display: Display) -> None:
 
 
 class _Followed:
-    """A fleet's file. What can be carried out of it is written into the ledger as what is wanted."""
+    """The file of a fleet. A valid change becomes the desired state in the fleet's ledger."""
 
     poll_interval_s = 1.0
     """Seconds between two checks of the file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` for a file that cannot be followed, unless it could be before: then that holds."""
+        """Raises `ConfigError` for an invalid file, unless an earlier content of it is in the ledger: the fleet then
+        stays as that says."""
         self._source = str(path.absolute())  # a link changes with what it points to
         self._file = SpecFile(path, before=self._last_followed())
         self.fleet = self._file.fleet
@@ -89,19 +90,19 @@ class _Followed:
         except ConfigError as error:
             if not self.ledger.exists or self.ledger.desired_state().source != self._source:
                 raise
-            logger.error("the change is refused, and what was wanted before stays in force: %s", error)
+            logger.error("the change is refused, and the previous spec stays in force: %s", error)
 
     def _last_followed(self) -> DesiredFleet | None:
-        """The content of this file when it was last followed."""
+        """The fleet that this file described when it was last applied; None if it never was."""
         for name in fleet_names():
-            with suppress(ConfigError):  # another fleet's, which cannot be read
+            with suppress(ConfigError):  # the ledger of another fleet cannot be read
                 desired = ledger_of(name).desired_state()
                 if desired.source == self._source and not desired.deleted:
                     return desired.fleet
         return None
 
     async def watch(self) -> None:
-        """Follow the file whenever it changes, until this is cancelled."""
+        """Apply the file whenever it changes, until cancelled."""
         while True:
             await asyncio.sleep(self.poll_interval_s)
             fleet = await self._file.follow()
@@ -111,15 +112,15 @@ class _Followed:
             try:
                 await asyncio.to_thread(self._want, fleet)
             except ConfigError as error:
-                logger.error("the change is refused, and what was wanted before stays in force: %s", error)
+                logger.error("the change is refused, and the previous spec stays in force: %s", error)
 
     def _is_overruled(self) -> bool:
-        """True if this process leads, and a command has changed the fleet while it waited for another controller to
-        end."""
+        """True if this process leads, and a command has changed the fleet while this process waited for the former
+        controller to end."""
         holder = self.ledger.controller
         if holder is None or holder.pid != os.getpid():
             return False
-        with suppress(ConfigError):  # it is gone, or cannot be read
+        with suppress(ConfigError):  # the ledger is gone, or cannot be read
             desired = self.ledger.desired_state()
             return desired.source != self._source and not desired.deleted
         return False

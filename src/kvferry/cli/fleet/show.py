@@ -32,9 +32,9 @@ def status(
     history: Annotated[bool, Parameter(help="Show each step that was taken, and why.", negative=())] = False,
     json: Annotated[bool, Parameter(help="Print JSON.", negative=())] = False,
 ) -> int:
-    """Show a fleet: per role how many are wanted, ready, of the current revision and draining, and what failed.
-
-    The exit code is 1 if no controller looks after a fleet: what is shown is then what was seen last, and may be gone.
+    """Show a fleet. For each role: the number of members that are desired, ready, of the current revision, and
+    draining; and what failed. The exit code is 1 if a fleet has no controller: the last known state is then shown, and
+    may be out of date.
     """
     names = fleet_names() if name is None else [name]
     if not names:
@@ -66,7 +66,7 @@ def _history(ledger: Ledger) -> list[str]:
 def _when(at: float) -> str:
     try:
         return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):  # the file was changed from outside
+    except (ValueError, OverflowError, OSError):  # the file was changed by another program
         return f"{at:g}"
 
 
@@ -111,7 +111,7 @@ def _overview(name: str, ledger: Ledger) -> list[str]:
 
 
 def show_steps(ledger: Ledger, fleet: DesiredFleet) -> int:
-    """Print the steps that it would take to make the fleet this; change nothing. Raises `ConfigError`."""
+    """Print the steps that would change the fleet to this spec, without any change. Raises `ConfigError`."""
     seen = ledger.current_status()
     members = [_observed(member) for member in ([] if seen is None else seen.members) if member.role != "router"]
     steps = dry_run_steps(fleet, members)

@@ -1,8 +1,8 @@
 """Times of a real engine, measured over HTTP with short requests, for `kvferry calibrate`.
 
 Steps that decode are timed by the gaps between tokens of streams that run side by side; those that prefill, by the
-stamps of an instance's timeline. So the cost of a step is all that passes until the next one: what Python and HTTP take
-of an instance's core is part of it.
+stamps of an instance's timeline. So the cost of a step is the time until the next step, which includes the time of
+Python and HTTP on the instance's core.
 """
 
 from __future__ import annotations
@@ -90,14 +90,15 @@ class PromptGenerator:
 
 @dataclass
 class Calibration:
-    """One run. `instance`: measured alone; `prefill`, `router`: P, and the router of it and of `instance`, which is D
-    then; None where there are none."""
+    """One run. `instance`: the instance that is measured alone; `prefill`, `router`: P, and the router in front of P
+    and of `instance`, which is then D; None: there are none."""
 
     max_streams: ClassVar[int] = 4
-    """With more, a router and a client read several tokens at a time, as they seldom do."""
+    """Maximum number of streams. With more, router and client read several tokens at a time, which is rare
+    otherwise."""
     pause_s: ClassVar[float] = 0.2
-    """Before each measurement. A processor that was idle a moment ago is slower than one that has been busy for
-    long, by a third on some machines; and so it is under most traffic."""
+    """Seconds of load before each measurement. On some machines, a processor that was idle is by a third slower than
+    one that was busy for a while, as it is under most traffic."""
 
     instance: Endpoint
     prefill: Endpoint | None
@@ -110,19 +111,19 @@ class Calibration:
     steps: dict[StepWork, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Seconds of each step that was measured, by what it computed."""
     transfers: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Seconds in which D has fetched so many bytes, of P that has computed them."""
+    """Seconds in which D has fetched KV that P had computed, by number of bytes."""
     news_s: list[float] = field(default_factory=list)
     """From the end of a prefill until D, which waited for it, has the first token."""
     alone_s: list[float] = field(default_factory=list)
     """Seconds that a short request to an instance takes besides its prefill."""
     routed_s: list[float] = field(default_factory=list)
-    """The same through the router."""
+    """The same for a request through the router."""
     read_s: list[tuple[float, int]] = field(default_factory=list)
-    """CPU seconds that router and client have taken for so many tokens."""
+    """CPU seconds of router and client, by number of tokens."""
     _num_done: int = 0
 
     async def measure(self, rounds: int) -> None:
-        """Measure everything in rounds, so that what else the machine does for a while meets all of it."""
+        """Measure everything in rounds, so that a temporary load of the machine affects all measurements alike."""
         streams, prompts = list(self.limits.streams()), self.limits.prompts()
         if not streams or not prompts:
             raise ConfigError("the instance's KV cache, or its model's longest context, is too small to measure it")
@@ -138,7 +139,9 @@ class Calibration:
             for length in prompts:
                 await self._prefill(length)
                 await self._transfer(length)
-                if length > prompts[0] and self.limits.num_steps(length) == 1:  # else it may not be the longest gap
+                if (
+                    length > prompts[0] and self.limits.num_steps(length) == 1
+                ):  # otherwise, it may not be the longest gap
                     await self._beside(length)
                 await self._overheads()
                 self._progress(total, 3)
@@ -152,7 +155,7 @@ class Calibration:
         """The gaps of one of `number` streams, while all run; through the router, if there is one, so that they are
         steps of an instance that waited for its KV."""
         endpoint = self.router or self.instance
-        tokens = TOKENS + 2 * number  # they begin one after the other
+        tokens = TOKENS + 2 * number  # the streams begin one after the other
         prompts = [self.texts.prompt(context) for _ in range(number)]
         await asyncio.sleep(self.pause_s)
         before = self.cpu_s() if self.cpu_s is not None else 0.0
@@ -189,7 +192,7 @@ class Calibration:
         self.transfers[length * self.token_bytes].append(_span(answer, "transfer_started", "transfer_done"))
 
     async def _beside(self, length: int) -> None:
-        """The prefill of a prompt in a step with others that decode: the longest gap of one of these."""
+        """Measure the prefill of a prompt in a step with decoding streams: the longest gap of a stream."""
         number, context = 4, 32
         if self.limits.max_num_seqs < 8:
             return
@@ -206,7 +209,7 @@ class Calibration:
             self.steps[work].append(longest)
 
     async def _after(self, sent_at: float, length: int) -> DemoAnswer:
-        """Ask in the middle of the streams: when a third of their time, as measured so far, is over."""
+        """Send a request in the middle of the streams: when a third of their time, as measured so far, has passed."""
         so_far = [statistics.median(seconds) for work, seconds in self.steps.items() if work.decode_sequences == 4]
         await asyncio.sleep(sent_at + TOKENS * (so_far[0] if so_far else 0.01) - SYSTEM_CLOCK.monotonic())
         return await self.instance.ask(self.texts.prompt(length), 1)
@@ -226,9 +229,9 @@ class Calibration:
         return token_bytes(self.limits.facts.kv_layout)
 
     def _transfer_times(self) -> TransferTimes:
-        """A hop, one way, is half of what a router adds to a request. The news that a prefill has ended takes one
-        message between connectors, and one wake-up on each side; a transfer takes these and four messages more: D's
-        question, the read, and the fence with its answer."""
+        """One network hop is half of the time that a router adds to a request. The news of the end of a prefill takes
+        one message between connectors, and one wake-up on each side. A transfer takes these and four more messages: D's
+        request, the read, and the fence with its answer."""
         if not (self.routed_s and self.transfers and self.news_s):
             return TransferTimes()
         hop_s = max(0.0, statistics.median(self.routed_s) - statistics.median(self.alone_s)) / 2

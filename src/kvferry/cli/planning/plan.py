@@ -1,4 +1,4 @@
-"""`kvferry plan`: which fleet serves a recorded trace within its targets, found in the simulator."""
+"""`kvferry plan`: finds in the simulator which fleet serves a recorded trace within its targets."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _KEPT = (
     *("kv_cache_memory", "dtype", "block_size", "max_num_seqs", "num_threads", "max_model_len"),
     *("device", "trust_remote_code", "batch_invariant", "prefix_caching", "prefix_cache_eviction"),
 )
-"""Settings of the engine that was measured which a plan keeps."""
+"""Settings of the measured engine that a plan keeps."""
 _MAX_MEMORY = 2**40
-"""Bytes of a store that may be in the memory of one machine."""
+"""Maximum bytes of a store in the memory of one machine."""
 _MODEL_COMMENT = '# Put the model that it is to serve in the place of "assumed", or give --model.\n'
 _STORE_COMMENT = """
 # The store: memory: is shared by the instances of one machine; file: by instances that share the directory; valkey://
@@ -81,11 +81,9 @@ def plan(
     json: JsonFlag = False,
 ) -> int:
     r"""Find the cheapest fleet that serves a trace within its targets: how many instances, prefill and decode apart or
-    not, the size of their chunks, the settings of the router, and how KV is moved and kept. Says so where there is no
-    reason to disaggregate, and where a store would find nothing.
-
-    Deployments that may keep up, by the times of their steps, are run in the simulator. What a store would find is
-    computed from the trace:
+    not, the size of their chunks, the settings of the router, and how KV is moved and kept. Says so if there is no
+    reason to disaggregate, and if a store would not be useful. Deployments that can keep up, by the times of their
+    steps, are run in the simulator. The hits of a store are computed from the trace:
 
         kvferry calibrate MODEL --write times.json
 
@@ -135,7 +133,7 @@ def plan(
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(_as_json(result, kv, spec))) + b"\n")
     else:
         _show(result, kv, arrivals, chosen, first_s, measured, "" if write is not None else spec, budget)
-        sys.stdout.flush()  # a file that cannot be written is to lose no figures
+        sys.stdout.flush()  # the results are printed even if the file cannot be written
     if write is not None:
         _write(write, spec)
         sys.stdout.write("" if json else f"\nwritten to {write}\n")
@@ -145,7 +143,8 @@ def plan(
 
 
 def _world(candidate: Candidate, arrivals: list[Arrival], times: MachineTimes, model: str | None) -> WorldSpec:
-    """A deployment in the simulator. Its store is no larger than all that it gets: the index of one costs memory."""
+    """A deployment in the simulator. Its store is at most as large as all blocks that it gets, because its index costs
+    memory."""
     tokens = sum(arrival.prompt_tokens + arrival.answer_tokens + times.kv.block_size for arrival in arrivals)
     room = 1 << (tokens * times.kv.token_bytes).bit_length()
     smaller = replace(candidate, store_bytes=min(candidate.store_bytes, room))
@@ -155,8 +154,8 @@ def _world(candidate: Candidate, arrivals: list[Arrival], times: MachineTimes, m
 def spec_of(
     candidate: Candidate, times: MachineTimes, model: str | None = None, path: Path | None = None
 ) -> dict[str, Any]:
-    """A deployment as a fleet's spec, with the settings of the engine that was measured. `path`: its file, after which
-    it is named: applied, a fleet replaces the one of the same name."""
+    """A deployment as a fleet's spec, with the settings of the measured engine. `path`: its file, after which the fleet
+    is named, because applying a spec replaces a fleet of the same name."""
     store = {"kv_transfer_config": _with_store(candidate)} if candidate.store_bytes else {}
     measured = {name: times.settings[name] for name in _KEPT if name in times.settings}
     engine = {**read_keys("engine", measured, ENGINE_KEYS), **store}
@@ -179,7 +178,7 @@ def spec_of(
 
 
 def _name(path: Path) -> str:
-    """The name of a file, as far as a fleet can have it."""
+    """A name for a fleet that is as similar to the name of the file as possible."""
     return re.sub(r"[^a-z0-9]+", "-", path.stem.lower())[:40].strip("-") or "planned"
 
 
@@ -296,8 +295,8 @@ def _grid(result: SearchResult) -> Table:
 
 
 def _plot_grid(result: SearchResult, path: Path) -> None:
-    """Plot the share of requests within multiples of the targets, a panel for the plain and for the split deployment,
-    by matplotlib. Raises `ConfigError`."""
+    """Plot the share of requests within multiples of the targets, in one panel for the plain and one for the
+    disaggregated deployment, by matplotlib. Raises `ConfigError`."""
     from matplotlib.figure import Figure
 
     sides = [

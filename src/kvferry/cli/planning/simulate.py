@@ -1,4 +1,4 @@
-"""`kvferry simulate`: a recorded trace on a fleet that does not exist yet, on a virtual clock."""
+"""`kvferry simulate`: runs a recorded trace on a simulated fleet, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def simulate(
     ] = 0,
     json: JsonFlag = False,
 ) -> int:
-    r"""Run a recorded trace on a fleet's spec, on a virtual clock, and show which latencies its clients would see.
+    r"""Run a recorded trace on a fleet's spec, on a virtual clock, and show the latencies that clients would see.
 
     The router, the servers, the engine's scheduler, its blocks and the connector are kvferry's own code; the forward
     pass, bytes on a wire and the start of a process only take the time that was measured. With a table [scale] in the
@@ -114,7 +114,7 @@ def targets_of(fleet: DesiredFleet, slo: str | None) -> Targets:
 
 
 def times_of(path: Path | None) -> MachineTimes:
-    """The times in a file. Without a file, assumed times, which no machine was measured for, with a warning."""
+    """The times in a file. Without a file: assumed times, which were not measured on a machine, with a warning."""
     if path is not None:
         return read_times(path)
     sys.stderr.write(
@@ -126,7 +126,7 @@ def times_of(path: Path | None) -> MachineTimes:
 
 @dataclass(frozen=True)
 class TracePart:
-    """The part of a trace that flags name. Raises `ConfigError`."""
+    """The part of a trace that the flags select. Raises `ConfigError`."""
 
     path: Path
     from_s: float
@@ -148,14 +148,14 @@ class TracePart:
 
 
 class OnProgress(Protocol):
-    """Called with the share that is done, and with what is being done when that changes."""
+    """Called with the share that is done, and with a text when the current task changes."""
 
     def __call__(self, share: float, what: str | None = None) -> None: ...
 
 
 @contextmanager
 def progress(what: str) -> Iterator[OnProgress]:
-    """A bar on standard error; a line now and then where that is no terminal."""
+    """Progress on standard error: a bar on a terminal, otherwise a line from time to time."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with make_bars(*columns) as bars:
         if bars.disable:
@@ -200,7 +200,7 @@ def _roles(figures: ReplayFigures) -> Table:
 
 
 def in_words(figures: ReplayFigures) -> str:
-    """The figures that are in no table, in words."""
+    """The results that are in no table, in words."""
     answered = f"{figures.complete} of {figures.requests} requests answered"
     failed = "".join(f"\n  {number} x {reason}" for reason, number in figures.reasons.items())
     stores = ", ".join(f"{number} {what}" for what, number in figures.stores.items())

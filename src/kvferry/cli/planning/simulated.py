@@ -28,7 +28,7 @@ from kvferry.store.table import StoreSpec
 _STORES = ("KVStoreConnector", "SharedStorageConnector", "OffloadingConnector")
 _NO_TLS = "TLS is not simulated: leave out {}; the figures then apply to the fleet without it"
 _NOT_SIMULATED = ("prefill_url", "decode_url", "instances_file", "registration", "declared", "workers", "tenants_file")
-"""Settings of a router about its instances' addresses, its processes or files, which are not simulated."""
+"""Settings of a router that a simulation ignores: addresses of instances, processes and files."""
 
 ASSUMED = MachineTimes(
     model="assumed",
@@ -38,19 +38,20 @@ ASSUMED = MachineTimes(
     step_error=FitError(0, 0.0, 0.0, 0.0),
     kv=KVSize(num_layers=2, token_bytes=131072, num_tokens=524288),
 )
-"""The default times, which no real machine has."""
+"""The default times. They are assumed, not measured on a machine."""
 
 
 _TOKENS_AT_ONCE = 16
+"""Tokens of an answer that an instance sends in one event: fewer events, and coarser times between tokens."""
 _MAX_BLOCKS = 2**22
-"""In the KV cache of an instance; each takes a quarter of a kilobyte here."""
+"""Maximum blocks in the KV cache of one instance. Each takes 256 bytes of the simulator's memory."""
 MAX_INSTANCES = 2048
 MAX_ALL_BLOCKS = 2**26
-"""Blocks in the KV caches of all instances together."""
+"""Maximum blocks in the KV caches of all instances together."""
 
 
 def world_of(fleet: DesiredFleet, times: MachineTimes) -> WorldSpec:
-    """The deployment that a spec describes, with these times. Raises `ConfigError` for settings that are not
+    """The simulated deployment (world) of a spec, with these times. Raises `ConfigError` for settings that are not
     simulated."""
     _require_simulated(fleet, times)
     settings = settings_of(fleet)
@@ -113,7 +114,7 @@ def _require_simulated(fleet: DesiredFleet, times: MachineTimes) -> None:
 
 
 def _transfer(fleet: DesiredFleet, layout: SimLayout) -> dict[str, Any]:
-    """The connector's configuration, with what the simulator replaces. Raises `ConfigError`."""
+    """The connector's configuration as the simulator uses it. Raises `ConfigError`."""
     text = fleet.engine.kv_transfer_config or connectors_json(fleet.engine.connectors)
     transfer = read_transfer_json(text)
     config = parse_transfer_config(text)
@@ -136,12 +137,15 @@ def _simulated(config: KVTransferConfig, layout: SimLayout, backend: str) -> dic
             raise ConfigError(_NO_TLS.format("kv_connector_extra_config.tls_cert"))
         options = {key: value for key, value in options.items() if key not in ("transport", "lookup_buffer")}
     elif name != "MultiConnector":
-        raise ConfigError(f"the connector {name} is not simulated, only P2pConnector, {', '.join(_STORES)}")
+        raise ConfigError(
+            f"the connector {name} is not simulated; use P2pConnector, MultiConnector or one of {', '.join(_STORES)}"
+        )
     return {"kv_connector": name, "kv_connector_extra_config": options}
 
 
 def _store_settings(config: KVTransferConfig, layout: SimLayout, backend: str) -> dict[str, Any]:
-    """The settings of a store, with as much room as it has for real blocks. Raises `ConfigError`."""
+    """The settings of a store whose capacity is scaled: it holds as many simulated blocks as it would hold real ones.
+    Raises `ConfigError`."""
     settings = read_options(StoreSettings, find_connector(config).completed(config).kv_connector_extra_config)
     if settings.load != "async":
         raise ConfigError(f"kv_connector_extra_config.load {settings.load} is not simulated, only async")
@@ -154,8 +158,8 @@ def _store_url(spec: StoreSpec, layout: SimLayout, backend: str) -> str:
     options = dict(spec.url.options)
     if spec.options.codec != "none":
         raise ConfigError(
-            f"store {spec.url}: with the codec {spec.options.codec}, how long blocks are depends on what is in them,"
-            " which is not simulated; leave the codec out"
+            f"store {spec.url}: with the codec {spec.options.codec}, the size of a block depends on its content, which"
+            " is not simulated; leave the codec out"
         )
     if isinstance(spec.options, FileOptions):
         if spec.options.max_bytes is not None:
@@ -166,8 +170,8 @@ def _store_url(spec: StoreSpec, layout: SimLayout, backend: str) -> str:
         raise ConfigError(f"store {spec.url} is not simulated, only memory: and file:")
     if backend != "local":
         raise ConfigError(
-            f"store {spec.url}: on {backend}, each machine has its own; it is simulated only where all instances are on"
-            " one machine (backend local)"
+            f"store {spec.url}: with backend {backend}, each machine has its own store; this store is simulated only"
+            " with backend local, where all instances are on one machine"
         )
     return store_url("memory:", {**options, "num_blocks": store.num_slots})
 
@@ -175,8 +179,8 @@ def _store_url(spec: StoreSpec, layout: SimLayout, backend: str) -> str:
 def _instance(fleet: DesiredFleet, engine: EngineConfig, times: MachineTimes, role: Role) -> SimInstanceSpec:
     if times.measured and engine.tensor_parallel_size != times.tensor_parallel_size:
         raise ConfigError(
-            f"the times are of {times.tensor_parallel_size} ranks an instance, and the spec has"
-            f" {engine.tensor_parallel_size}; measure them with `kvferry calibrate`"
+            f"the times were measured with {times.tensor_parallel_size} ranks an instance, and the spec has"
+            f" {engine.tensor_parallel_size}; measure them for the spec with `kvferry calibrate`"
         )
     kv = times.kv
     num_tokens = kv.num_tokens
@@ -185,8 +189,8 @@ def _instance(fleet: DesiredFleet, engine: EngineConfig, times: MachineTimes, ro
     num_blocks = max(1, num_tokens // engine.block_size)
     if num_blocks > _MAX_BLOCKS:
         raise ConfigError(
-            f"an instance has {num_blocks} KV blocks; {_MAX_BLOCKS} can be simulated: set a smaller --kv-cache-memory"
-            f" or a larger --block-size for {role}"
+            f"an instance has {num_blocks} KV blocks; at most {_MAX_BLOCKS} are simulated: set a smaller"
+            f" --kv-cache-memory or a larger --block-size for {role}"
         )
     plain = SimInstanceSpec(
         num_blocks=num_blocks,

@@ -1,4 +1,4 @@
-"""`kvferry why URL`: whether prefill and decode on different instances are worth it for a running fleet's traffic."""
+"""`kvferry why URL`: says if disaggregation is worthwhile for the traffic of a running fleet."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def why(
 
         kvferry why http://127.0.0.1:8000 --slo ttft=1s,itl=40ms
 
-    P and D apart are compared with as many instances for both phases, for the requests that came and the times that
-    their phases took. What was not tried is predicted, within some percentage points.
+    Compares P and D with the same number of instances for both phases, for the requests that arrived and the measured
+    times of their phases. The deployment that does not run is predicted, within some percentage points.
     """
     SHARE.require("--goal", goal)
     SECONDS.require("--seconds", seconds)

@@ -1,6 +1,7 @@
-"""A quiet start: one line an instance, then one block, then one line that changes. Log lines go to a file.
+"""The display at the start of a serving command: one line for each instance, then one block, then one line that
+changes. Log lines go to a file.
 
-Piped output is the same text without what is redrawn. The line "kvferry is up: URL" goes to standard output, for
+Piped output is the same text, without the line that changes. The line "kvferry is up: URL" goes to standard output, for
 scripts; everything else to standard error.
 """
 
@@ -36,13 +37,13 @@ _NUMBERS = re.compile(r"\d+")
 
 _MAX_LOG_BYTES, _NUM_OLD_LOGS = 16 * 2**20, 1
 MAX_LOG_FILES = 50
-"""Log files of commands on drawn ports that are kept; the oldest go."""
+"""Maximum number of log files of commands with a random port; the oldest ones are removed."""
 
 
 def open_display(log: LogConfig, summary: ServeSummary, name: str = "supervisor") -> Display:
     """The display of a command that serves; also sets up the logging of this process. The log goes to standard error
-    with --verbose, as JSON, where it is collected from there (in a container, a pod, a systemd unit), and where no file
-    can be written. `name`: this process's in the log."""
+    with --verbose, as JSON, if another program collects it from there (in a container, a pod, a systemd unit), and if
+    no file can be written. `name`: name of this process in the log."""
     file = (
         None if log.verbose or log.log_format == "json" or is_collected() else open_log(summary.command, summary.port)
     )
@@ -60,7 +61,7 @@ def _recorded(display: Display, summary: ServeSummary, log: Path | None) -> Disp
 
 
 def is_collected() -> bool:
-    """True if standard error is a log that something else collects."""
+    """True if another program collects standard error as a log."""
     if os.getpid() == 1 or "KUBERNETES_SERVICE_HOST" in os.environ:
         return True
     with suppress(OSError, ValueError):
@@ -70,12 +71,12 @@ def is_collected() -> bool:
 
 
 class QuietDisplay:
-    """A `Display`. `file` has all log lines; warnings and errors are shown too, each kind once."""
+    """A `Display`. `file`: gets all log lines. Warnings and errors are also shown, each kind once."""
 
     max_shown = 64
-    """Kinds of warnings that are shown; the file has all."""
+    """Maximum number of different warnings that are shown. The file has all."""
     progress_interval_s = 5.0
-    """Seconds between two lines about a process that loads, where nothing can be redrawn."""
+    """Seconds between two lines about a process that loads, if lines cannot be redrawn."""
 
     def __init__(self, summary: ServeSummary, file: LogFile, clock: Clock = SYSTEM_CLOCK) -> None:
         self._summary, self._file, self._clock = summary, file, clock
@@ -131,7 +132,7 @@ class QuietDisplay:
         self._print(f"✓ {name:<10} {again}{url:<28} {now - self._begun.get(name, now):6.1f} s")
 
     def members(self, urls: Mapping[str, str]) -> None:
-        """Not shown: each instance has had its line."""
+        """Shows nothing: each instance has had its line."""
 
     def up(self, url: str) -> None:
         self._end_bars()
@@ -160,7 +161,7 @@ class QuietDisplay:
             self._print(f"! {name}: {message.partition(': ')[2] or message}", "yellow")
 
     def own_line(self, text: str) -> None:
-        """A line of this process's own log."""
+        """Add a line of this process's own log."""
         self.line(self._summary.command, text)
 
     def note(self, text: str) -> None:
@@ -228,7 +229,7 @@ class LogFile:
         )
 
     def write(self, text: str) -> None:
-        """Append a line. What cannot be written, as the disk is full, is dropped."""
+        """Append a line. If it cannot be written, for example because the disk is full, it is dropped."""
         self._handler.emit(logging.LogRecord("", logging.INFO, "", 0, text, None, None))
 
     def close(self) -> None:
@@ -237,7 +238,7 @@ class LogFile:
 
 
 def open_log(command: str, port: int) -> LogFile | None:
-    """The log file of a command that listens on this port (0: a drawn one). None if no file can be written here."""
+    """The log file of a command that listens on this port (0: a random port). None: no file can be written."""
     try:
         folder = state_folder() / "logs"
         name = f"{command}-{port}" if port else f"{command}-{os.getpid()}"
@@ -265,11 +266,11 @@ class _PrivateFile(RotatingFileHandler):
         )
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
-        """Ignored: there is nowhere to report it."""
+        """Ignored: the error cannot be reported anywhere."""
 
 
 class DisplayHandler(logging.Handler):
-    """Passes log records on as lines of `show`."""
+    """Passes log records to `show`, as lines."""
 
     def __init__(self, show: Callable[[str], None], formatter: logging.Formatter) -> None:
         super().__init__()

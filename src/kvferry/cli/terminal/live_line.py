@@ -19,15 +19,15 @@ from kvferry.core.names import resolve
 from kvferry.core.runtime.threads import Thread, run_async
 
 EVENTS = "kvferry.cli.watch.follow:events"
-"""Resolved when it is needed: it imports what serves a page."""
+"""Resolved when it is needed, because it imports the code of the page."""
 
 
 class LiveLine:
     """Follows the page's stream in a thread of its own, with a loop of its own: the loop of the process may be busy
-    with a step. It ends in silence where the stream cannot be read."""
+    with a step. It ends without a message if the stream cannot be read."""
 
     again_s = 5.0
-    """Seconds before a stream that ended is opened again."""
+    """Seconds until a stream that has ended is opened again."""
     join_s = 2.0
 
     def __init__(self, console: Console, url: str, summary: ServeSummary) -> None:

@@ -17,21 +17,21 @@ from kvferry.http.server.config import HttpAccess
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSummary:
-    """The facts. `command`: its name; `title`: the line at its start, empty for none."""
+    """The facts. `command`: name of the command; `title`: the line at its start; empty: none."""
 
     command: str
     title: str = ""
     port: int = 0
     models: tuple[str, ...] = ()
     has_page: bool = True
-    """False with --no-page, where the page is on the admin port, and for an instance behind a router."""
+    """False with --no-page, if the page is on the admin port, and for an instance behind a router."""
     page_views: str = "fleet, requests, chat"
     has_keys: bool = False
     """True if clients need a key."""
     admin_key: str | None = field(default=None, repr=False)
     tls_ca: Path | None = None
     answers_clients: bool = True
-    """False for an instance that a router stands in front of."""
+    """False for an instance behind a router."""
     has_block: bool = True
     """False for a command that prints its own results on the terminal: neither the block nor the live line is shown."""
     end: str = "Ctrl-C ends everything."
@@ -52,7 +52,7 @@ def summary_of(command: str, listen: Listen, access: HttpAccess, **more: Any) ->
 
 
 def ready_lines(url: str, summary: ServeSummary, log: Path | None) -> Iterator[str]:
-    """The block that says where everything is."""
+    """The block with the addresses of the API, the page and the log."""
     local = reachable_url(url)
     if summary.has_page:
         yield f"  page    {local}   ({summary.page_views})"

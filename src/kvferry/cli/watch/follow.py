@@ -1,5 +1,5 @@
-"""Find a router of this user's and follow the stream of its page. A server that has no page, which is an instance of
-kvferry's, vLLM's or SGLang's, has its events made from its metrics."""
+"""Finds a router of this user, and reads the stream of its page. For a server that has no page (an instance of
+kvferry's, vLLM's or SGLang's), the events are made from its metrics."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from kvferry.http.client.signed_client import SignedClient
 from kvferry.http.tls import client_context
 
 PORTS = range(8000, 8016)
-"""Ports of this machine on which a router is looked for."""
+"""Ports of this machine on which a router is searched."""
 _MAX_EVENT = 16 * 2**20
 _CONNECT_S, _PROBE_S = 10.0, 1.0
 
 TICK_S = 2.0
-"""Seconds between two looks at a server's metrics."""
+"""Seconds between two readings of a server's metrics."""
 
 
 async def events(address: RouterAddress) -> AsyncGenerator[bytes]:
-    """The contents of the events of a router's page, or of an instance's metrics as such. Raises `ConfigError` where
-    neither is served or a key is needed, and `TransferError` when it is lost."""
+    """Yield the contents of the events of a router's page, or events that are made from an instance's metrics. Raises
+    `ConfigError` if neither is served or a key is needed, and `TransferError` when the server is lost."""
     origin = Origin.parse(address.router, "URL")
     tls = client_context(address.tls_ca) if origin.tls else None
     key = address.admin_key
@@ -77,7 +77,7 @@ def _require_feed(origin: Origin, status: int) -> None:
 
 
 async def _metrics(client: SignedClient, origin: Origin) -> bytes:
-    """The server's text of metrics. Raises `ConfigError` where it serves none, and `TransferError`."""
+    """The server's text of metrics. Raises `ConfigError` if it serves none, and `TransferError`."""
     status, _, text = await client.ask(
         origin, "GET", "/metrics", purpose="operate", timeout_s=_CONNECT_S, max_bytes=MAX_METRICS_BYTES
     )
@@ -91,8 +91,8 @@ async def _metrics(client: SignedClient, origin: Origin) -> bytes:
 async def scraped_events(
     url: str, metrics: Callable[[], Awaitable[bytes]], clock: Clock = SYSTEM_CLOCK, tick_s: float = TICK_S
 ) -> AsyncGenerator[bytes]:
-    """A snapshot, and a delta every `tick_s`. `metrics`: the server's text of metrics. Raises `ConfigError` if it has
-    no metric of a known engine."""
+    """Yield a snapshot, and a delta every `tick_s`. `metrics`: returns the server's text of metrics. Raises
+    `ConfigError` if it has no metric of a known engine."""
     text = await metrics()
     figures, at = read_figures(text), clock.monotonic()
     if not figures.values:

@@ -1,4 +1,4 @@
-"""Requests to a router, or an instance of its own, of commands that look once."""
+"""Requests of commands that read the state of a router, or of a single instance, once."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ class InstanceView(msgspec.Struct):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of an instance's own check. `problem`: what it found, or why it could not be asked; empty: nothing."""
+    """The result of an instance's own check. `problem`: the problem that it found, or the reason why there is no
+    result; empty: no problem."""
 
     instance: InstanceView
     problem: str = ""
     is_checked: bool = True
-    """False where the engine has no such check, and for those who may not ask."""
+    """False if the engine has no such check, or this client may not call it."""
 
 
 class _Listed(msgspec.Struct):
@@ -49,7 +50,7 @@ class _Listed(msgspec.Struct):
 
 
 class Servers:
-    """Asks servers of one deployment as its operator. A context manager."""
+    """Sends requests to the servers of one deployment, as its operator. A context manager."""
 
     max_reason = 300
     max_bytes = 4 * 2**20
@@ -86,7 +87,7 @@ class Servers:
             raise ProtocolError(f"{url}{path} is not JSON") from error
 
     async def instances(self, url: str) -> list[InstanceView]:
-        """The instances behind a router; of an instance of its own, itself. Raises `KvferryError`."""
+        """The instances behind a router. For a single instance, the instance itself. Raises `KvferryError`."""
         status, _ = await self.get(url, INSTANCES_PATH)
         if status == 404:
             return [InstanceView("instance", url=url, state="up")]

@@ -1,4 +1,4 @@
-"""The state of a router or an instance as its page's stream of changes tells it."""
+"""The state of a router or an instance, from the stream of its page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.core.errors import ProtocolError
 
 MAX_POINTS, MAX_EVENTS, MAX_REQUESTS = 300, 200, 512
 _LOOK_BACK = 15
-"""Points in which the last value of a figure is looked for: a figure is missing while nothing is measured."""
+"""Number of points that are searched for the last value of a figure: a point lacks it if nothing was measured."""
 
 
 class WatchedState:
@@ -28,7 +28,7 @@ class WatchedState:
         self.verdict = ""
 
     def apply(self, content: bytes) -> None:
-        """Take over one event's content: a snapshot or a delta. Raises `ProtocolError` if it is neither."""
+        """Apply the content of one event: a snapshot or a delta. Raises `ProtocolError` if it is neither."""
         try:
             event = msgspec.json.decode(content, type=dict[str, Any])
             self._apply(event)
@@ -83,7 +83,7 @@ class WatchedState:
         return name if loads[name] >= max(2 * others, others + 4) else ""
 
     def to_builtins(self) -> dict[str, Any]:
-        """The figures of this moment, for `--json`."""
+        """The current figures, for `--json`."""
         names = (
             "requests", "input_tokens", "output_tokens", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "hits",
             "hand_off_bytes", "hand_off_ms", "queue", "prefill", "hand_off", "decode_queue", "aggregated",

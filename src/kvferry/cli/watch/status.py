@@ -1,4 +1,4 @@
-"""`kvferry status`: everything of this user that runs here, and the checks of all its instances."""
+"""`kvferry status`: shows what this user runs on this machine, and the checks of all instances."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvferry.fleet.places import fleet_names, ledger_of
 
 @dataclass
 class Deployment:
-    """One thing that runs, or is to run. `problem`: why it cannot be asked; empty if it was."""
+    """A fleet or a serving command. `problem`: the reason why its state cannot be read; empty: it was read."""
 
     name: str
     url: str = ""
@@ -34,7 +34,7 @@ class Deployment:
 
     @property
     def is_sound(self) -> bool:
-        """True if it answers, and no check of its instances found anything."""
+        """True if it answers, and the checks of its instances found no problem."""
         return not self.problem and not any(result.problem for result in self.results)
 
 
@@ -51,8 +51,8 @@ def status(
 
         kvferry status
 
-    A check looks for blocks, leases and transfers without an owner. Exit code 1: something does not answer, is
-    down, or was found.
+    A check looks for blocks, leases and transfers without an owner. Exit code 1: a fleet, a command or an instance does
+    not answer or is down, or a check found a problem.
     """
     deployments = [Deployment(url, url)] if url else own_deployments()
     run_async(_look(deployments, admin_key, tls_ca))

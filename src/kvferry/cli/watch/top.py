@@ -1,4 +1,4 @@
-"""`kvferry top`: a router's instances and figures in the terminal, as they change."""
+"""`kvferry top`: shows a router's instances and figures in the terminal while they change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def top(
     admin_key: Annotated[str | None, Parameter(help="Admin key of the router, if it has one.")] = None,
     tls_ca: Annotated[Path | None, Parameter(help="Certificate authorities (PEM) of a router at https://.")] = None,
 ) -> int:
-    """Watch a router: its instances, latencies and what happens, as on its page.
+    """Watch a router: its instances, latencies and events, as on its page.
 
         kvferry top
 
@@ -75,11 +75,11 @@ async def once(address: RouterAddress) -> str:
 
 
 class Top(App[None]):
-    """Shows the stream that `connect` opens; a lost router is asked again until the user leaves. `failure`: the error
-    that ended it, empty if the user did."""
+    """Shows the stream that `connect` opens. If the router is lost, it tries again until the user quits. `failure`: the
+    error that ended the display; empty: the user ended it."""
 
     again_s = 2.0
-    """Seconds before a lost router is asked again."""
+    """Seconds until the next attempt to reach a lost router."""
 
     TITLE = "kvferry top"
     ENABLE_COMMAND_PALETTE = False
@@ -171,12 +171,12 @@ def figures_text(url: str, state: WatchedState, lost: str) -> str:
 
 
 def time_of_day(at: float) -> str:
-    """A time, in seconds since the epoch, as hours, minutes and seconds here."""
+    """A time, in seconds since 1970, as hours, minutes and seconds of the local time."""
     return f"{datetime.fromtimestamp(at).astimezone():%H:%M:%S}"
 
 
 def event_text(event: dict[str, Any]) -> str:
-    """One line of what happened."""
+    """One line about an event."""
     return f"{time_of_day(event['at'])} {escape(event['text'])}"
 
 

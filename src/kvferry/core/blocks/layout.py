@@ -35,7 +35,7 @@ class LayerLayout(msgspec.Struct, frozen=True):
 
     @property
     def whole_kv_heads(self) -> int:
-        """KV heads of the whole model in this layer."""
+        """KV heads of the whole model in this layer: `total_kv_heads`, or this rank's heads if that is None."""
         return self.num_kv_heads if self.total_kv_heads is None else self.total_kv_heads
 
     @property
@@ -46,23 +46,23 @@ class LayerLayout(msgspec.Struct, frozen=True):
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that two instances must agree on before one may read the other's bytes. `packing` names the
-    arrangement of the values in a span; `HEADS_FIRST` is kvferry's own. Spans of any other packing are moved as a
-    whole, without being interpreted."""
+    arrangement of the values in a span; `HEADS_FIRST` is kvferry's own. Spans of any other packing are moved as a whole
+    and not interpreted."""
 
     model_fingerprint: str
     dtype: str
     block_size: int
     packing: str = HEADS_FIRST
     kernels: str = ""
-    """Names what computes the KV, where its rounding shows in answers: in every dtype but float32. Empty: it does not,
-    or the user has allowed mixing kernels."""
+    """Identifies the kernels that compute the KV. Empty in float32, where their rounding does not change answers, and
+    if the user has allowed mixing kernels."""
     tp_size: int = 1
     tp_rank: int = 0
     layers: tuple[LayerLayout, ...]
 
     @property
     def num_layers(self) -> int:
-        """Layers that store KV."""
+        """Number of layers that store KV."""
         return len(self.layers)
 
     def span_bytes(self, layer: int) -> int:
@@ -73,7 +73,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return spec.num_kv_heads * self.head_bytes(layer)
 
     def head_bytes(self, layer: int) -> int:
-        """Bytes of one head in one block of one layer; only if not `is_opaque`."""
+        """Bytes of one head in one block of one layer. Not for opaque layouts (`is_opaque`)."""
         spec = self.layers[layer]
         return (spec.key_dim + spec.value_dim) * DTYPE_BYTES[self.dtype] * self.block_size
 
@@ -84,12 +84,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_opaque(self) -> bool:
-        """True if the arrangement within spans is another engine's, so that only whole spans can be moved."""
+        """True if another engine arranges the values within spans, so that only whole spans can be moved."""
         return self.packing != HEADS_FIRST or any(layer.page_bytes is not None for layer in self.layers)
 
     @property
     def model_identity(self) -> str:
-        """Names the model as it computes: equal exactly if two instances compute the same KV of the same tokens."""
+        """Identifies the model and, unless `kernels` is empty, its kernels. Two instances may use each other's KV only
+        if it is equal."""
         return f"{self.model_fingerprint}/{self.kernels}" if self.kernels else self.model_fingerprint
 
     def fingerprint(self) -> str:

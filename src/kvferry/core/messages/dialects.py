@@ -1,7 +1,7 @@
-"""Error formats by path: each API's own, so that its official clients raise the error.
+"""The format of errors on each path. Each API has its own, so that the API's official clients raise the error.
 
-OpenAI's error object everywhere but below `/v1/messages`, which is Anthropic's API. The events of `/v1/responses` are
-typed, unlike OpenAI's other streams, and none of them is `[DONE]`.
+Paths below `/v1/messages` have Anthropic's error object, all others OpenAI's. The events of `/v1/responses` have types,
+unlike the events of OpenAI's other streams, and the stream does not end with `[DONE]`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Translation(ErrorDialect, Protocol):
         """The body of an unstreamed answer with this status. Raises `RequestError`."""
 
     def events(self, data: bytes) -> bytes:
-        """The events for the next piece of a stream. An error is the last event."""
+        """The events for the next chunk of the engine's stream. An error is the last event."""
 
     def end(self) -> bytes:
-        """The last events of a stream, which has ended."""
+        """The events that end the client's stream, once the engine's stream has ended."""
 
 
 class OpenAIErrors:
@@ -48,7 +48,8 @@ class OpenAIErrors:
 
 
 class ResponsesEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
-    """The event `error` of a stream of `/v1/responses`. Clients raise if there is `error`; others read the rest."""
+    """The event `error` of a stream of `/v1/responses`. OpenAI's clients raise because of the field `error`; other
+    clients read the other fields."""
 
     error: dict[str, str | None]
     code: str | None
@@ -115,7 +116,7 @@ def _anthropic_type(status: int) -> str:
 
 
 def dialect_of(path: str) -> ErrorDialect:
-    """The dialect of a path, which has no query."""
+    """The error format of a path. `path`: without a query."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return _ANTHROPIC
     return _RESPONSES if path == "/v1/responses" or path.startswith("/v1/responses/") else _OPENAI

@@ -23,16 +23,16 @@ from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 log = logging.getLogger(__name__)
 
 EXIT_S = 2.0
-"""Max seconds for the exit handlers of libraries."""
+"""Maximum seconds for the exit handlers of libraries, and for threads to end after the event loop."""
 EXIT_USER_ERROR = 2
-"""Exit code of a process with wrong settings; a restart would end in the same way."""
+"""Exit code of a process with wrong settings: a restart with the same settings would end in the same way."""
 ERROR_PREFIX = "kvferry: error: "
 """Beginning of the line in which a process reports wrong settings."""
 
 
 def shutdown_signals() -> tuple[signal.Signals, ...]:
-    """The signals that shut this process down: Ctrl-C, SIGTERM, and the end of its terminal, unless `nohup` ignores
-    that. Call it before any handler is set."""
+    """The signals that shut this process down: SIGINT (Ctrl-C), SIGTERM, and SIGHUP (the end of its terminal) unless
+    `nohup` has the process ignore it. Call this before any handler is set."""
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *(() if outlives else (signal.SIGHUP,)))
 
@@ -49,7 +49,8 @@ def exit_process(code: int) -> NoReturn:
 
 
 def exit_code_of(run: Callable[[], int]) -> int:
-    """The exit code of a process that runs this, at its edge: a known error is one line on standard error."""
+    """Run a command's main function, and return the exit code of the process. A known error becomes one line on
+    standard error."""
     try:
         return run()
     except (ConfigError, UnsupportedModel) as error:
@@ -68,18 +69,18 @@ def report_error(text: str, code: int) -> int:
 
 
 class ShutdownDeadline:
-    """Ends this process with exit code 1 if it is still running `end_s` after `begin`; and with the exit code of `run`
-    if threads keep the process alive for longer than `EXIT_S` after that."""
+    """Ends this process with exit code 1 if it has not closed its resources `end_s` after `begin`. Once they are
+    closed, ends it with its own exit code if threads keep it alive for more than `EXIT_S`."""
 
     end_s = 15.0
-    """Max seconds that a process takes to close its resources, after its last request."""
+    """Maximum seconds in which a process closes its resources, after its last request."""
 
     def __init__(self) -> None:
         self._timer = _timer(self.end_s, self._expire)
 
     async def run(self, serving: Awaitable[int]) -> int:
-        """The exit code of `serving`. An event loop ends only when its threads do, and the look-up of a name whose
-        server does not answer takes minutes."""
+        """Await `serving` and return its exit code. From then on, the process ends after `EXIT_S` even if threads still
+        run: an event loop waits for them, and a thread that looks up a host name may take minutes."""
         code = await serving
         self._timer.cancel()
         self._timer = _timer(EXIT_S, exit_process, code)
@@ -87,11 +88,11 @@ class ShutdownDeadline:
         return code
 
     def begin(self) -> None:
-        """Start the limit, once the last request is over. Called once."""
+        """Start the deadline, once the last request is over. Called once."""
         self._timer.start()
 
     def cancel(self) -> None:
-        """End the limit: everything was closed in time, and the process ends by itself."""
+        """Cancel the deadline: everything was closed in time, and the process ends by itself."""
         self._timer.cancel()
 
     def _expire(self) -> None:
@@ -107,9 +108,9 @@ def _timer(seconds: float, func: Callable[..., object], *arguments: Any) -> thre
 
 @contextmanager
 def shutdown_deadline() -> Iterator[ShutdownDeadline]:
-    """A limit that holds from its `begin` to the end of the body."""
-    limit = ShutdownDeadline()
+    """A deadline that holds from its `begin` to the end of the body."""
+    deadline = ShutdownDeadline()
     try:
-        yield limit
+        yield deadline
     finally:
-        limit.cancel()
+        deadline.cancel()

@@ -10,7 +10,8 @@ Task = asyncio.Task[None]
 
 
 class BackgroundTasks:
-    """Tasks of one owner, held until they end, which cancels those that are left. Used on one event loop.
+    """The tasks of one owner. Each task is referenced until it ends; `close` cancels those that still run. Used on one
+    event loop.
 
     `on_error` gets the error of a task that failed; without it, asyncio logs the error as never retrieved.
     """
@@ -24,13 +25,13 @@ class BackgroundTasks:
         return self.add(asyncio.create_task(work))
 
     def add(self, task: Task) -> Task:
-        """Hold a task that runs already."""
+        """Add a task that has been created already."""
         self._tasks[task] = None
         task.add_done_callback(self._on_done)
         return task
 
     def cancel(self) -> None:
-        """Cancel all tasks, and wait for none of them."""
+        """Cancel all tasks. Does not wait for their end."""
         for task in self._tasks:
             task.cancel()
 
@@ -52,8 +53,8 @@ class BackgroundTasks:
 
 
 class Waiter:
-    """Wakes the one coroutine that waits. A wake-up without a waiter is lost: check the condition before each `wait`.
-    Used on one event loop."""
+    """Lets one coroutine wait until another one wakes it. A `wake` while none waits has no effect: check the condition
+    before each `wait`. Used on one event loop."""
 
     __slots__ = ("_future",)
 

@@ -1,5 +1,5 @@
-"""Election of the controller that acts on a fleet: first on this machine (`file_leadership`), then among all machines
-(the backend's `leadership`)."""
+"""Election of the controller that leads a fleet: first on this machine (`file_leadership`), then among all machines
+(the backend's `leadership`). Only the controller that leads changes the fleet."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Election:
-    """One controller's leadership, from `win` until `close`. `waits`: until another controller has ended, if there is
-    one. `follows`: as in `LeaderRecord`. `ended` is done once the controller is to end: then it waits no longer."""
+    """One controller's leadership, from `win` until `close`. `waits`: if another controller leads, wait until it has
+    ended instead of giving up. `follows`: as in `LeaderRecord`. `ended`: is done once the controller is to end, which
+    also ends the waiting."""
 
     try_again_s = 0.5
-    """Seconds between two attempts of a controller that waits."""
+    """Seconds between two attempts to lead."""
 
     def __init__(
         self,
@@ -43,12 +44,13 @@ class Election:
         self._heartbeats: list[asyncio.Task[None]] = []
 
     async def win(self, refresh: Callable[[], DesiredState]) -> bool:
-        """True if this controller acts; False if it is to end, or does not wait. `refresh` is called before the
-        backend's leadership is used, as it has the backend use the desired fleet."""
+        """Wait until this controller leads. Returns False if the controller is to end, or if another one leads and
+        `waits` is False. `refresh`: has the backend use the desired state, and returns it; called before each attempt
+        to get the backend's leadership."""
         return await self._win_local() and await self._win_global(refresh)
 
     async def _win_local(self) -> bool:
-        """Become the only controller of this machine."""
+        """Become the only controller of the fleet on this machine."""
         has_waited = False
         while not await self._local.try_acquire():
             if not self._waits and self._ledger.has_controller:
@@ -63,7 +65,7 @@ class Election:
         return True
 
     async def _win_global(self, refresh: Callable[[], DesiredState]) -> bool:
-        """Become the only controller of all machines."""
+        """Become the only controller of the fleet on all machines."""
         reported = (0, "")
         desired = refresh()
         while (leadership := self._backend.leadership) is not None and not await self._is_acquired(leadership):
@@ -85,38 +87,40 @@ class Election:
         try:
             return await leadership.try_acquire()
         except LeadershipUnknown as error:
-            logger.warning("it is not known if another controller acts: %s", error)
+            logger.warning("it is not known if another controller leads: %s", error)
             return False
 
     @property
     def is_leader(self) -> bool:
-        """True while this controller may act; afterwards it does nothing any more."""
+        """True unless another controller may have the backend's leadership. Has a meaning between `win` and `close`
+        only; once it is False, this controller changes nothing any more."""
         return self._backend.leadership is None or self._backend.leadership.is_held
 
     def _begin_heartbeat(self, leadership: Leadership) -> None:
         self._heartbeats.append(asyncio.create_task(leadership.heartbeat()))
 
     def _report_waiting(self, number: int, why: str) -> None:
-        """Write that this controller waits, in place of the status of the last active one of this machine."""
-        trouble = f"{why}, and what is changed here is not done meanwhile"
+        """Replace the fleet's status, which the former leader on this machine has written, by one that says that this
+        controller waits."""
+        trouble = f"{why}; changes made on this machine take effect only once its own controller leads"
         pid = os.getpid()
         status = FleetStatus(SYSTEM_CLOCK.wall(), pid, number, "", {}, (), (trouble,), started=started_at(pid))
         with suppress(OSError):
             self._ledger.write_status(status)
 
     async def _has_ended(self) -> bool:
-        """Pause; True if the controller is to end."""
+        """Wait `try_again_s` before the next attempt. Returns True if the controller is to end."""
         await asyncio.wait([self._ended], timeout=self.try_again_s)
         return self._ended.done()
 
     async def remove(self) -> None:
-        """Remove the leadership of a fleet that has ended with all its members. It goes last: until then, no other
-        controller acts."""
+        """Remove the leadership of a fleet that has ended. Call it last, after the end of all members: until then, no
+        other controller may lead."""
         if self._backend.leadership is not None:
             await self._backend.leadership.remove()
 
     def close(self) -> None:
-        """Let another controller act."""
+        """Give up the leadership, so that another controller may lead."""
         for heartbeat in self._heartbeats:
             heartbeat.cancel()
         self._local.close()

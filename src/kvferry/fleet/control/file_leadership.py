@@ -1,7 +1,7 @@
 """Leadership by a lock on a file, in which the controller writes its process id and, about once a second, a heartbeat.
 
 A controller that ends, in any way, loses the lock. A controller that hangs (stopped, or waiting for a disk that does
-not answer) would keep it: commands of the fleet recognise it by `silent_s`, and end it.
+not answer) keeps it: commands of the fleet recognise such a controller by `silent_s`, and kill it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from kvferry.fleet.processes.start_time import started_at
 
 
 class LeaderRecord(msgspec.Struct, frozen=True):
-    """The controller that acts. `started`: as in `started_at`. `beat`: the time of its last heartbeat, in seconds of
-    the monotonic clock, which all processes of a machine share. `follows`: it applies a file to the fleet."""
+    """The controller that leads. `started`: start time of its process, as `started_at` returns it. `beat`: time of its
+    last heartbeat, in seconds of the monotonic clock, which all processes of a machine share. `follows`: it keeps the
+    fleet as a file describes it."""
 
     hung_s: ClassVar[float] = 20.0
     """Seconds without a heartbeat after which a controller counts as hung."""
@@ -40,11 +41,11 @@ class LeaderRecord(msgspec.Struct, frozen=True):
 
     @property
     def hangs(self) -> bool:
-        """True if the controller hangs."""
+        """True if the controller has written no heartbeat for `hung_s`."""
         return self.silent_s > self.hung_s
 
     def kill(self) -> None:
-        """End its process, if that is still the same."""
+        """Kill its process, unless the process id belongs to another process now."""
         with suppress(OSError):
             descriptor = os.pidfd_open(self.pid)
             try:
@@ -58,6 +59,7 @@ class FileLeadership(Leadership):
     """The lock on the file at `path`, until `close` or the end of this process. `follows`: as in `LeaderRecord`."""
 
     beat_s = 1.0
+    """Seconds between two heartbeats."""
 
     def __init__(self, path: Path, *, follows: bool = False) -> None:
         self._path, self._follows = path, follows
@@ -76,40 +78,40 @@ class FileLeadership(Leadership):
         return self.is_held
 
     async def try_acquire(self) -> bool:
-        """As `try_lock`, which does not block."""
+        """Calls `try_lock`, which does not block."""
         return self.try_lock()
 
     def write(self) -> None:
-        """Write that this process manages the fleet. Always as many bytes at the same offset, so that a full disk has
-        room for them."""
+        """Write the record of this process. Always writes the same number of bytes at the same offset, so that this
+        also works on a full disk."""
         now = round(SYSTEM_CLOCK.monotonic(), 3)
         text = msgspec.json.encode(LeaderRecord(os.getpid(), self._started, now, self._follows))
         with suppress(OSError):
             os.pwrite(self._descriptor, text.ljust(128), 0)
 
     async def heartbeat(self) -> None:
-        """Write it once per `beat_s`, for as long as this process's event loop turns."""
+        """Write the record every `beat_s`. This stops when the event loop hangs."""
         while self.is_held:
             self.write()
             await asyncio.sleep(self.beat_s)
 
     async def release(self) -> None:
-        """Let another controller act."""
+        """Release the lock, so that another controller may lead."""
         self.close()
 
     async def remove(self) -> None:
-        """Release it: the file goes with its folder."""
+        """Release the lock. The file is removed with its folder."""
         self.close()
 
     def close(self) -> None:
-        """Let another controller act."""
+        """Release the lock, so that another controller may lead."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def is_held(path: Path) -> bool:
-    """True if a controller has the lock. Keeps no lock, and makes no file."""
+    """True if a controller has the lock. Does not lock the file, and does not create it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -131,8 +133,8 @@ def holder(path: Path) -> LeaderRecord | None:
 
 
 def lock_file(path: Path) -> int | None:
-    """Lock the file until the returned descriptor is closed; the file is made if necessary. None: another process has
-    locked it. Raises `OSError`."""
+    """Lock the file until the returned descriptor is closed. The file is created if necessary. None: another process
+    has locked it. Raises `OSError`."""
     while True:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

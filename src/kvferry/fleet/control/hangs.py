@@ -13,7 +13,7 @@ from kvferry.fleet.processes.health_check import ask_health
 logger = logging.getLogger(__name__)
 
 _CHECKS_PER_TIMEOUT = 4
-"""Health checks, at least, before a member counts as hung."""
+"""Minimum number of health checks before a member counts as hung."""
 
 OnHung = Callable[[str, str], Coroutine[Any, Any, None]]
 """Called with the name of a member that hangs, and the reason."""
@@ -23,13 +23,15 @@ class HangWatch:
     """Checks the health of each serving member; owns a task for each."""
 
     check_every_s = 5.0
+    """Maximum seconds between two checks of a member."""
 
     def __init__(self, on_hung: OnHung) -> None:
         self._on_hung = on_hung
         self._checking: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, members: Sequence[Member], timeout_s: float, group: asyncio.TaskGroup) -> None:
-        """Check these members from now on, and no others; none if `timeout_s` is 0."""
+        """Check these members from now on, and no others. `timeout_s`: seconds without an answer after which a member
+        counts as hung; 0: check none."""
         serving = {member.name: member for member in members if member.state is MemberState.SERVING and timeout_s}
         for name in [name for name, task in self._checking.items() if name not in serving or task.done()]:
             self._checking.pop(name).cancel()
@@ -44,10 +46,10 @@ class HangWatch:
         self._checking.clear()
 
     async def _check(self, member: Member, timeout_s: float, group: asyncio.TaskGroup) -> None:
-        """Report the member once it has answered nothing for `timeout_s`. Each check may take as long, beside the next
-        ones: a member that is slow does not hang. One without a `health_url` must have answered once before, since its
-        health may be served elsewhere. Only the pauses between checks count, so that a machine that was suspended does
-        not blame its members for it."""
+        """Report the member once it has not answered for `timeout_s`. Checks overlap, and each may take up to
+        `timeout_s`, so that a slow member does not count as hung. A member without a `health_url` must have answered
+        once before, since its health may be served elsewhere. The time is counted in pauses between checks, so that the
+        time for which a machine was suspended does not count."""
         every_s = min(self.check_every_s, timeout_s / _CHECKS_PER_TIMEOUT)
         silent_s, has_answered = 0.0 if member.health_url else float("-inf"), False
         checks: set[asyncio.Task[int]] = set()

@@ -40,14 +40,14 @@ Bind = Callable[[str, int], socket.socket]
 
 class Acceptor:
     """Accepts connections on one listening socket, and counts each before its TLS handshake, which costs the server
-    more than the client. Owns the socket, from `open` to `close`. `context`: for TLS.
+    more than the client. Owns the socket, from `open` to `close`. `context`: for TLS; None: without TLS.
 
     asyncio's own servers report a TLS connection only after the handshake, when it is too late to refuse it. They also
     accept all waiting connections, even if several processes share the socket; this acceptor takes one at a time.
     """
 
     wait_s = 0.5
-    """Seconds to wait after a failed accept, usually for lack of descriptors."""
+    """Seconds until the next attempt after a failed accept. Usually the process has too few descriptors."""
 
     def __init__(self, service: Service, side: Side, listener: socket.socket, context: ssl.SSLContext | None) -> None:
         self._service, self._side, self._listener, self._context = service, side, listener, context
@@ -57,7 +57,7 @@ class Acceptor:
 
     @property
     def port(self) -> int:
-        """The actual port, also if any free one was requested."""
+        """The port of the listener, also if port 0 was requested."""
         return int(self._listener.getsockname()[1])
 
     @property
@@ -66,12 +66,12 @@ class Acceptor:
         return str(self._listener.getsockname()[0])
 
     def open(self) -> None:
-        """Begin to accept."""
+        """Begin to accept connections."""
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Accept the connections that wait, which closing the socket would reset, and stop accepting. Handshakes in
-        progress continue within their time, or until `abort`."""
+        """Accept the connections that wait, because closing the socket would reset them, and stop accepting. Handshakes
+        in progress continue until their timeout, or until `abort`."""
         self._loop.remove_reader(self._listener)
         for _ in range(BACKLOG):
             if not self._accept():
@@ -85,7 +85,7 @@ class Acceptor:
         self._handshakes.cancel()
 
     def _accept(self) -> bool:
-        """Accept one connection; return True if there was one."""
+        """Accept one connection. Returns True if there was one."""
         try:
             accepted, address = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -100,8 +100,8 @@ class Acceptor:
         return True
 
     def _admit(self, accepted: socket.socket, client: str) -> None:
-        """A connection beyond the limit is closed without a message if a message would need a handshake, or if there is
-        no room."""
+        """Start to serve a connection. One beyond the limits gets an error message. It is closed without a message if
+        the message would need a TLS handshake, or if there are too many refused connections."""
         connection = ServerConnection(self._service, self._side, client)
         if not connection.admit() and (self._context is not None or self._service.is_crowded_by(client)):
             accepted.close()
@@ -118,7 +118,7 @@ class Acceptor:
         except BaseException as error:
             accepted.close()
             connection.connection_lost(None)
-            # ssl.SSLError is an OSError: a client that is none of ours.
+            # An ssl.SSLError, which is an OSError, is the client's fault, and no error of the server.
             if not isinstance(error, (OSError, TimeoutError)):
                 raise
 

@@ -343,15 +343,15 @@ def _is_running(name: str) -> bool:
 
 
 def _hold_port(host: str) -> socket.socket:
-    """A socket that reserves a free port. It does not listen: a process of this machine that uses SO_REUSEADDR, as
-    rank 0 does, can listen there. Raises `ConfigError`."""
+    """A socket that reserves a free port. It does not listen, so that a process of this machine that uses SO_REUSEADDR,
+    as rank 0 does, can listen at the port. Raises `ConfigError`."""
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, 0))
     except OSError as error:
         held.close()
-        raise ConfigError(f"the ranks of this instance cannot meet at {host}: {error}") from error
+        raise ConfigError(f"the ranks of this instance cannot connect at {host}: {error}") from error
     return held
 
 
@@ -360,11 +360,12 @@ class _RankActors:
     updates."""
 
     ended_s = 5.0
-    """Seconds that an actor may take to end its process, and Ray to end the actor."""
+    """Maximum seconds in which an actor ends its process, and in which Ray ends the actor."""
     again_s = 0.5
+    """Seconds until updates of an actor that is unavailable are requested again."""
 
     def __init__(self, say: Callable[[str], None], lost: Callable[[str, bool], Awaitable[None]]) -> None:
-        """`say`: called with each line of a rank's log. `lost`: called with the reason why a rank has ended, and True
+        """`say`: called with each line of a rank's log. `lost`: called once a rank has ended, with the reason, and True
         if its settings are wrong."""
         self._say, self._lost = say, lost
         self._actors: list[Any] = []

@@ -71,7 +71,7 @@ class RayMember:
 
 
 class RayBackend(FleetBackend):
-    """Owns the handles of the actors, and a task for each that receives its updates."""
+    """Owns the handles of the actors of further ranks, and a task for each actor that receives its updates."""
 
     look_s = 5.0
     """Seconds between two checks that Ray's control service answers."""

@@ -27,7 +27,8 @@ _NAME_LABEL, PART_LABEL, FLEET_LABEL, UNIT_LABEL = (
 
 
 def labels_of(fleet: DesiredFleet, part: str = "", unit: int | None = None) -> dict[str, str]:
-    """The labels that select the pods of a fleet, of a role or the routers in it, and of a unit."""
+    """The labels that select the pods of a fleet. `part`: only the pods of this role, or "router" or "controller".
+    `unit`: only the pods of this unit."""
     labels = {_NAME_LABEL: "kvferry", FLEET_LABEL: fleet.name}
     if part:
         labels[PART_LABEL] = part
@@ -37,7 +38,7 @@ def labels_of(fleet: DesiredFleet, part: str = "", unit: int | None = None) -> d
 
 
 def kubernetes_of(fleet: DesiredFleet) -> KubernetesSpec:
-    """The table of a fleet that has one, as `spec` has checked."""
+    """The table `[backend.kubernetes]` of a fleet. `spec` has checked that the fleet has one."""
     assert fleet.backend.kubernetes is not None
     return fleet.backend.kubernetes
 
@@ -48,14 +49,14 @@ def pod_of(fleet: DesiredFleet, role: PodRole) -> PodSpec:
 
 
 def member_roles(fleet: DesiredFleet) -> list[MemberRole]:
-    """The roles of all its members."""
+    """The roles of all members of a fleet."""
     return [*(fleet.role if fleet.unit is None else fleet.unit.members), "router"]
 
 
 @dataclass(frozen=True)
 class InstancePod:
-    """A pod of an instance. `number`: 0 for the first, which answers requests. `leader`: the host name
-    of that one."""
+    """A pod of an instance. `number`: its index in the instance, or the variable that has it; pod 0 answers requests.
+    `leader`: the host name of pod 0."""
 
     number: str
     leader: str
@@ -68,14 +69,15 @@ LWS_LEADER, LWS_WORKER = (InstancePod(number, "$(LWS_LEADER_ADDRESS)") for numbe
 
 
 class Pods:
-    """Writes the pods of one fleet."""
+    """Renders the pod templates of one fleet."""
 
     lock_age_s = 60
-    """Age from which on the lock file, which a controller writes to every second, counts as a sign that it hangs."""
+    """A controller writes to its lock file every second. If the file is older than these seconds, the controller counts
+    as hung."""
     grace_s = 15
-    """Seconds for requests that a drain has left over, or that come after it."""
+    """Seconds for requests that still run after a drain, or that arrive after it."""
     margin_s = 30
-    """Seconds beyond its drain that a pod may take to end before it is killed."""
+    """Seconds after its drain in which a pod must end before it is killed."""
 
     def __init__(self, fleet: DesiredFleet, values: Values) -> None:
         self._fleet, self._values, self._kubernetes = fleet, values, kubernetes_of(fleet)
@@ -90,8 +92,8 @@ class Pods:
         group: str,
         host: InstancePod = SINGLE_POD,
     ) -> Object:
-        """The template of an instance's pods, which register at `routers`. `host`: one of an instance's pods. `group`:
-        of the pods that are scheduled together."""
+        """The template of the pods of an instance, which register at `routers`. `host`: which pod of the instance.
+        `group`: name of the group of pods that are scheduled together."""
         container = self._container(role)
         if host.number != FIRST:
             container["command"] = self._worker(role, host)
