@@ -48,7 +48,8 @@ class Display(Protocol):
         """A line of the supervisor."""
 
     def stopping(self, text: str) -> None:
-        """Everything is being stopped, as a user requested; `text` says by what, and how long it takes."""
+        """Called when everything is being stopped because a user requested it. `text`: how it was requested, and how
+        long it takes."""
 
     def error(self, text: str) -> None:
         """The reason why everything is stopped."""

@@ -24,7 +24,7 @@ def remove_leftovers(root: Path | None = None) -> None:
     times. The desired state of a fleet is stored elsewhere, so it can be resumed. `root`: parent of the folders;
     default: in memory."""
     for folder in (root or Path(memory_folder() or tempfile.gettempdir())).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another process removes it too, or it is another user's
+        with suppress(OSError):  # another process removes it at the same time, or it belongs to another user
             if folder.lstat().st_uid == os.getuid() and _is_over(folder):
                 shutil.rmtree(folder)
 

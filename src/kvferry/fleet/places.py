@@ -59,12 +59,12 @@ def running_path(ledger: Ledger) -> Path:
 
 
 def running_folder(ledger: Ledger) -> Path:
-    """The same, created if necessary; a file in it names its owner. Raises `ConfigError`."""
+    """The folder of `running_path`, created if necessary. A file in it names its owner. Raises `ConfigError`."""
     root = Path(memory_folder() or tempfile.gettempdir())
     try:
         ledger.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (ledger.folder / f"{_RUNNING}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # held for the time of a few calls only
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the lock is held for a few calls only
             folder = running_path(ledger)
             if not _is_private(folder):
                 folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getuid()}-", dir=root))

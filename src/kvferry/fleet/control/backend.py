@@ -1,8 +1,8 @@
 """The interface of backends, which carry out the steps of a fleet: they start its members and report their state.
 
-A backend decides nothing. It keeps what `members` reports where a later controller finds it: members outlive the
-controller that started them, and the next one adopts them by `open`. To write a backend, see `docs/extending.md`; it
-is done when `kvferry.testing.backends` passes with it.
+A backend makes no decisions. It stores the information of `members` so that a later controller finds it: members
+outlive the controller that started them, and the next one adopts them in `open`. `docs/extending.md` describes how to
+write a backend; a backend is complete when `kvferry.testing.backends` passes with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvferry.fleet.spec.fleet_spec import BACKENDS, KUBERNETES, DesiredFleet, Me
 
 
 class NotStarted(KvferryError):
-    """A member could not be started; the message says why."""
+    """A member could not be started. The message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class MemberState(Enum):
 
     STARTING = "starting"
     SERVING = "serving"
-    """It answers requests at `url`."""
+    """The member answers requests at `url`."""
     ENDED = "ended"
-    """Its process is gone, although it was not stopped."""
+    """The member's process is gone, although the member was not stopped."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A member that was started and not stopped. `role`: as it was started, or as `assign` changed it. `url`: where it
-    answers requests; `health_url`: where this process alone does, if others answer at `url` too. `reason`: why it has
-    ended; `is_misconfigured`: it ended because its settings are wrong, and would do so again; `last_lines`: of its
-    log."""
+    """A member that was started and not stopped. `role`: the role with which it was started, or which `assign` has set.
+    `url`: the URL of its API; `health_url`: a URL at which only this process answers, if other processes also answer at
+    `url`. `reason`: the reason why it has ended; `is_misconfigured`: True if it has ended because its settings are
+    wrong, and would end again; `last_lines`: the last lines of its log."""
 
     name: str
     role: MemberRole
@@ -98,11 +98,11 @@ class Recipe(Protocol):
 
     @property
     def addresses(self) -> Sequence[tuple[str, int]]:
-        """Where the routers listen: hosts and ports; none without routers."""
+        """Hosts and ports at which the routers listen; empty without routers."""
 
     def on_node(self, host: str) -> Recipe:
-        """The same for members on this node of a cluster, whose scheduler gives them devices, and which others reach
-        at `host`."""
+        """A recipe for members on this node of a cluster, whose scheduler gives them devices. Other nodes reach this
+        node at `host`."""
 
     def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
         """The process of an instance. `number` is unique among the members. Raises `KvferryError`."""
@@ -113,9 +113,10 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True)
 class BackendContext:
-    """The context of one fleet's backend. `folder`: of this fleet alone, readable by this user only, and lost when the
-    machine restarts. `make_recipe` raises `ConfigError` for a fleet that cannot be run. `outlives`: members continue
-    when the backend is closed; otherwise they end with it. `token`: the secret of the fleet's processes."""
+    """The context of one fleet's backend. `folder`: a folder for this fleet alone, which only this user can read, and
+    which is lost when the machine restarts. `make_recipe` raises `ConfigError` for a fleet that cannot be run.
+    `outlives`: members continue when the backend is closed; otherwise they end with it. `token`: the secret of the
+    fleet's processes."""
 
     folder: Path
     make_recipe: Callable[[DesiredFleet], Recipe]
@@ -125,36 +126,37 @@ class BackendContext:
 
 
 class FleetBackend(ABC):
-    """One fleet's members. Used by one event loop. Every method that waits has a deadline of its own."""
+    """One fleet's members. Used by one event loop. Every method that waits has a deadline."""
 
     changed: asyncio.Event
-    """Set whenever `members` would answer something else; its waiter clears it."""
+    """Set whenever the result of `members` changes. The task that waits clears it."""
     leadership: Leadership | None = None
-    """The right to act, if controllers on several machines can have this fleet; set by `use`, acquired before `open`.
-    Where it is None, all controllers are on one machine, and the ledger keeps that right."""
+    """The leadership of the fleet, if controllers on several machines can manage it; `use` sets it, and it is acquired
+    before `open`. None: all controllers are on one machine, and the ledger has the leadership."""
     num_routers: int
-    """Number of routers where the fleet does not say; known after `use`."""
+    """Number of routers if the fleet does not set it. Known after `use`."""
     trouble: str = ""
-    """The reason why no member can be started for now, which is no member's fault; empty: none. Members that run go
-    on."""
+    """The reason why no member can be started now, if the members do not cause it; empty: none. Running members
+    continue."""
     hangs: bool = False
-    """True if `close` has left something behind that does not end: the process has to end without it."""
+    """True if something that `close` has tried to end does not end. The process must then exit without waiting for
+    it."""
 
     def __init__(self, context: BackendContext) -> None:
-        """Does not look for members yet."""
+        """Does not search for members yet."""
         self.context = context
         self.changed = asyncio.Event()
 
     @abstractmethod
     def use(self, fleet: DesiredFleet) -> None:
         """Set the desired fleet, for which members are started from now on. Called once before `open`, and for each
-        change; also without `open`, to learn if it can be run. Raises `ConfigError` if it cannot; the fleet before
-        stays in force then."""
+        change; also without `open`, to find out if the fleet can be run. Raises `ConfigError` if it cannot; the
+        previous fleet then stays in force."""
 
     @abstractmethod
     async def open(self) -> None:
-        """Adopt what an earlier controller has left. Called once, first. Raises `ConfigError` for what makes it
-        impossible to run any member here."""
+        """Adopt the members of an earlier controller. Called once, before all other methods but `use`. Raises
+        `ConfigError` if no member can be run here."""
 
     @abstractmethod
     def members(self) -> Sequence[Member]:
@@ -162,24 +164,24 @@ class FleetBackend(ABC):
 
     @abstractmethod
     async def start(self, member: MemberSpec) -> None:
-        """Begin to start a member; returns when it is in `members`. Raises `NotStarted`, also for a name that is in
-        use."""
+        """Begin to start a member. Returns when it is in `members`. Raises `NotStarted`, also if the name is in use."""
 
     @abstractmethod
     async def stop(self, name: str, grace_s: float) -> None:
-        """End a member, which has `grace_s` seconds for its running requests, and forget it. Returns when it is gone;
-        it may be called again meanwhile with less grace. Does nothing for an unknown name."""
+        """End a member, which has `grace_s` seconds for its running requests, and forget it. Returns when it is gone.
+        May be called again before that, with a shorter time. Does nothing for an unknown name."""
 
     @abstractmethod
     async def assign(self, name: str, role: MemberRole) -> None:
         """Record that a member has another role from now on. Does nothing for an unknown name."""
 
     def begin_shutdown(self) -> None:
-        """Every member is about to be stopped, and nothing more is started: let no client wait for another one."""
+        """Called when all members are about to be stopped, and none will be started: clients must not wait for another
+        member."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Release the leadership and the members, which stay as they are, unless they do not outlive the backend."""
+        """Release the leadership and the members. Members that outlive the backend continue; others are ended."""
 
 
 def backend_class(kind: str) -> type[FleetBackend]:

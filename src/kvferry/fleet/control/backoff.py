@@ -11,12 +11,13 @@ from kvferry.fleet.control.facts import Failure, ObservedInstance, Phase
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, seconds
 
 SETTLED_S = 60.0
-"""Seconds that a member must have served to have recovered: failures before that count no longer."""
+"""Seconds for which a member must have served to count as recovered. Earlier failures then no longer count."""
 
 
 @dataclass(frozen=True)
 class StartBackoff:
-    """The reason why no member of a role is started now. `is_permanent`: nor later, unless something changes."""
+    """The reason why no member of a role is started now. `is_permanent`: none will be started later either, unless
+    something changes."""
 
     why: str
     is_permanent: bool = False
@@ -25,7 +26,7 @@ class StartBackoff:
 def start_backoff(
     fleet: DesiredFleet, role: MemberRole, members: Iterable[ObservedInstance], failures: Iterable[Failure], now: float
 ) -> StartBackoff | None:
-    """The reason why no member of this role may be started now, after failures in a row; None if one may."""
+    """The reason why no member of this role may be started now, after failures in a row; None: one may be started."""
     revision, failing = fleet.revision, fleet.failure
     settled = [
         member.since

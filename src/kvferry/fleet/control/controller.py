@@ -46,7 +46,7 @@ _SOON_S = 1.0
 
 @dataclass(frozen=True)
 class ShutdownRequested:
-    """The fleet is to end, because of this signal or of a call."""
+    """The fleet must end, because of this signal or a call."""
 
     number: int | None = None
 
@@ -58,7 +58,7 @@ class Detached:
 
 @dataclass(frozen=True)
 class LeadershipLost:
-    """Another controller may act by now, as this one did not renew its leadership in time."""
+    """Another controller may lead now, because this one did not renew its leadership in time."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Steps:
 
 
 class Controller:
-    """Owns the record of failures. `attended`: a caller waits for the fleet to come up, and the controller ends if it
-    cannot. `waits`: until another controller of the fleet has ended, if there is one. `follows`: the same process
-    copies a file into the ledger as long as this controller acts. `grace_s`: seconds that members have for running
-    requests when everything ends."""
+    """Owns the record of failures. `attended`: a user waits until the fleet is up, and the controller ends if it cannot
+    come up. `waits`: if another controller leads the fleet, wait until it has ended. `follows`: this process also
+    copies a file into the ledger while this controller leads. `grace_s`: seconds that members have for running requests
+    when the fleet ends."""
 
     leave_s = 5.0
-    """Seconds that a member which is needed no more may take to end."""
+    """Maximum seconds in which a member that is no longer needed ends."""
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class Controller:
     # From the beginning to the end.
 
     async def run(self) -> End:
-        """Manage the fleet until it is to end, or until `end` is called; its members are then as they were. Raises
-        `ConfigError` if the fleet cannot be run here."""
+        """Manage the fleet until it must end, or until `end` is called. The members keep running. Raises `ConfigError`
+        if the fleet cannot be run here."""
         if not await self._election.win(self._follower.refresh):
             self.end(Detached())  # unless `end` was called meanwhile
             return self._end.result()
@@ -143,7 +143,7 @@ class Controller:
         return self._end.result()
 
     def close(self) -> None:
-        """Let another controller act. Called last, when the members are ended or detached."""
+        """Let another controller lead. Called last, when the members have been ended or detached."""
         self._election.close()
 
     def end(self, end: End) -> None:
@@ -153,7 +153,7 @@ class Controller:
 
     @property
     def has_ended(self) -> bool:
-        """True once it is to stop, for any reason."""
+        """True once the controller must stop, for any reason."""
         return self._end.done()
 
     @property
@@ -203,7 +203,7 @@ class Controller:
             begun = self._clock.monotonic()
             try:
                 pause_s = await self._reconcile(steps)
-            except (ConfigError, OSError) as error:  # OSError: no room on the disk, or for another file
+            except (ConfigError, OSError) as error:  # OSError: the disk is full, or there is no free descriptor
                 pause_s = _SETTLED_TICK_S
                 self._log_failure_or_end(str(error))
             await asyncio.sleep(_MIN_TICK_S)
@@ -212,7 +212,7 @@ class Controller:
                     await self._backend.changed.wait()
 
     async def _reconcile(self, running: Steps) -> float:
-        """Do one round; returns how long to wait for the next one."""
+        """Do one round. Returns the seconds until the next one."""
         if not self._election.is_leader:
             self.end(LeadershipLost())
             return 0.0
@@ -229,7 +229,7 @@ class Controller:
             seen = self._observer.observe(members, self._clock.monotonic())
             instances = [instance for instance in seen if instance.role != "router"]
             await self._scaling.decide(fleet, instances, reports, self._observer.decode_capacity())
-        # Steps may have ended while the routers answered: from here to the steps of this round nothing is awaited.
+        # Steps may have ended while the routers answered. From here to the steps of this round, nothing is awaited.
         members = list(self._backend.members())
         now = self._clock.monotonic()
         seen = self._observer.observe(members, now)
@@ -255,7 +255,7 @@ class Controller:
     # Steps.
 
     def _begin(self, step: Step, member: Member | None, running: Steps) -> bool:
-        """Take a step; False if it is being taken already, or cannot be taken now."""
+        """Begin a step. False: it is being taken already, or cannot be taken now."""
         name, observer = step.name, self._observer
         match step:
             case Start() if self._backend.trouble:
@@ -298,7 +298,7 @@ class Controller:
         try:
             await self._backend.start(member)
         except Exception as error:
-            # The edge: no error of one member's start must end the controller of all of them.
+            # Any error in one member's start must not end the controller of all members.
             if not isinstance(error, KvferryError):
                 logger.exception("%s cannot be started", member.name)
             why = str(error) or type(error).__name__
@@ -313,7 +313,7 @@ class Controller:
         try:
             await self._backend.stop(name, grace_s)
         except Exception:
-            # The edge, as above; a member that is still there is stopped again.
+            # As above. A member that still exists is stopped again.
             logger.exception("%s cannot be stopped", name)
         finally:
             self._observer.stopping.discard(name)
@@ -323,11 +323,12 @@ class Controller:
         try:
             await self._backend.assign(name, role)
         except Exception:
-            # The edge, as above; the change of role is tried again.
+            # As above. The change of role is tried again.
             logger.exception("the role of %s cannot be changed to %s", name, role)
 
     async def _switch(self, member: Member, role: MemberRole, drain_s: float) -> None:
-        """Change the role of a server that has to be idle for it. A server that does not change it is replaced."""
+        """Change the role of a server that must be idle for this. A server that does not change its role is
+        replaced."""
         name, observer, until = member.name, self._observer, self._clock.monotonic() + drain_s
         try:
             require_first_switch(name, role)

@@ -1,7 +1,7 @@
 """Autoscaling of one fleet: measures the traffic, decides the counts of instances, and stores them.
 
-Owns the counts of a fleet with `[scale]`. They outlive the controller in the ledger, beside the spec, which is not
-changed and bounds them.
+Owns the counts of a fleet with `[scale]`. They are stored in the ledger, so that they outlive the controller. The spec
+is not changed, and limits them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 class Scaling:
-    """The counts of one fleet, with or without `[scale]`; without it, the spec has them."""
+    """The counts of one fleet. Without `[scale]`, they are the spec's counts."""
 
     clock_step_s = 5.0
-    """A wall clock that goes on by so much more or less than the monotonic one has been set, or the machine
-    was asleep."""
+    """If the wall clock and the monotonic clock differ by more than these seconds in their progress, the wall clock was
+    set, or the machine was suspended."""
     max_decisions = 32
 
     def __init__(self, ledger: Ledger, clock: Clock) -> None:
@@ -43,7 +43,7 @@ class Scaling:
         self._meter: TrafficMeter | None = None
         self._decided_at = -1e18
         self._wall_ahead_s = 0.0
-        """Seconds by which the wall clock was ahead of the monotonic one when both were read last."""
+        """Seconds by which the wall clock was ahead of the monotonic clock at the last reading."""
         self._decision: ScalingDecision | None = None
         self._decisions = deque[Decided](maxlen=self.max_decisions)
         self._starting: dict[str, float] = {}
@@ -64,7 +64,7 @@ class Scaling:
     # The desired counts.
 
     def desired_fleet(self, fleet: DesiredFleet) -> DesiredFleet:
-        """The fleet with the counts that were decided."""
+        """The fleet with the decided counts."""
         if fleet.scale is None:
             if self._memory is not None:
                 self._ledger.remove_scaled_counts()
@@ -79,7 +79,7 @@ class Scaling:
         return with_counts(fleet, rules.nearest(self._memory.counts))
 
     def plan(self, fleet: DesiredFleet) -> FleetPlan:
-        """The plan that routers show, and follow. `fleet`: as `desired_fleet` returns it."""
+        """The plan for the routers. `fleet`: the result of `desired_fleet`."""
         scale, memory = fleet.scale, self._memory
         if scale is None or memory is None:
             return FleetPlan(_by_role(fleet, counts_of(fleet)))
@@ -109,7 +109,8 @@ class Scaling:
     # The decisions.
 
     def is_due(self, fleet: DesiredFleet) -> bool:
-        """True if it is time to ask the routers and to decide again. A fleet without instances decides more often."""
+        """True if it is time to read the routers' reports and to decide again. A fleet without instances decides more
+        often."""
         if fleet.scale is None:
             return False
         asleep = self._memory is not None and self._memory.counts == NOTHING
@@ -123,8 +124,8 @@ class Scaling:
         reports: Mapping[str, TrafficReport],
         capacity: DecodeCapacity,
     ) -> None:
-        """Decide by what the routers report. `seen`: the instances; `capacity`: what one decode instance takes. If
-        that fails, the counts stay as they are: the fleet is looked after in any case."""
+        """Decide by the routers' reports. `seen`: the observed instances; `capacity`: the capacity of one decode
+        instance. If this fails, the counts stay as they are, and the fleet is still managed."""
         try:
             await self._decide(fleet, seen, reports, capacity)
         except Exception:
@@ -235,7 +236,8 @@ def rules_of(fleet: DesiredFleet, scale: ScaleSpec) -> ScalingRules:
             (role, other)
             for role, spec in fleet.role.items()
             for other in spec.can_be
-            if {role, other} == {PREFILL, DECODE} and fleet.engine.kind != "sglang"  # which serves nothing meanwhile
+            if {role, other} == {PREFILL, DECODE}
+            and fleet.engine.kind != "sglang"  # which serves no requests during the switch
         ),
         unit=unit,
         cool_down_s=cool_down_s,
@@ -245,8 +247,8 @@ def rules_of(fleet: DesiredFleet, scale: ScaleSpec) -> ScalingRules:
 
 
 def _may_aggregate(fleet: DesiredFleet) -> bool:
-    """True if routers decide which prompts decode instances compute. They do not with a threshold of their own, which
-    no controller changes, nor with SGLang, whose servers refuse to."""
+    """True if routers decide which prompts decode instances compute. Not if the routers have a fixed threshold, which
+    no controller changes, and not with SGLang, whose decode servers compute no prompts."""
     return "disaggregate_from" not in router_keys(fleet) and fleet.engine.kind != "sglang"
 
 

@@ -17,8 +17,8 @@ def dry_run_steps(
     fleet: DesiredFleet, members: Sequence[ObservedInstance], now: float = 0.0, max_steps: int = 100_000
 ) -> list[Step]:
     """All steps until the fleet is in its desired state, if every step succeeds at once. Raises `ConfigError` if it
-    never gets there, because the settings leave no way to replace the present instances. Members that start count as
-    serving, and members that leave as gone."""
+    cannot reach this state, because the settings do not allow replacing the present instances. Members that start count
+    as serving, and members that leave as gone."""
     steps: list[Step] = []
     staying = (member for member in members if member.phase in (Phase.READY, Phase.STARTING))
     present = {instance.name: replace(instance, phase=Phase.READY) for instance in staying}
@@ -36,7 +36,7 @@ def dry_run_steps(
 
 
 def explain_blocked_roll(fleet: DesiredFleet, stuck: Sequence[str]) -> str:
-    """The reason why the settings do not let these instances of another revision be replaced."""
+    """The reason why the settings do not allow replacing these instances of another revision."""
     return (
         f"{', '.join(stuck[:3])} {'and others ' if len(stuck) > 3 else ''}could never be replaced: there is no room"
         f" (max) for roll.surge = {fleet.roll.surge}, and roll.unavailable = {fleet.roll.unavailable} lets too few be"

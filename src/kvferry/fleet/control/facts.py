@@ -15,7 +15,7 @@ class Phase(Enum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
-    """Gets no new requests; some run, or tickets of it are outstanding."""
+    """Gets no new requests. Some requests still run, or its tickets may still be used."""
     DRAINED = "drained"
     FAILED = "failed"
     """Has ended without being stopped, or hangs."""
@@ -23,8 +23,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class ObservedInstance:
-    """An instance. `since`: when its phase began. `outstanding`: requests and tickets that are not over. `unit`: the
-    unit it belongs to, in replica mode."""
+    """An instance. `since`: time at which its phase began. `outstanding`: number of requests and tickets that have not
+    ended. `unit`: its unit, in replica mode."""
 
     name: str
     role: MemberRole
@@ -59,7 +59,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Drain:
-    """Send an instance no new requests; it is stopped when what runs there has ended."""
+    """Send an instance no new requests. It is stopped when its running requests have ended."""
 
     name: str
     why: str
@@ -88,7 +88,7 @@ Step = Start | Drain | StopMember | SwitchRole
 
 @dataclass(frozen=True)
 class MemberStatus:
-    """The status of a member, as people read it. `detail`: why it failed, or what it waits for."""
+    """The status of a member, for people. `detail`: the reason of its failure, or what it waits for."""
 
     name: str
     role: MemberRole
@@ -104,7 +104,7 @@ class MemberStatus:
 @dataclass(frozen=True)
 class RoleStatus:
     """Numbers of members of a role. `updated`: ready in the desired revision. `failed`: the reason why none is started
-    at the moment, or empty; `given_up`: none will be later either, unless something changes."""
+    at the moment, or empty; `given_up`: none will be started later either, unless something changes."""
 
     desired: int
     ready: int

@@ -1,4 +1,4 @@
-"""The desired state of a fleet, as its controller follows it."""
+"""The desired state of a fleet, in its controller: reads changes from the ledger."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ChangeRefused:
-    """The change of this number cannot be carried out; 0: none was refused."""
+    """Number of the change that cannot be carried out; 0: none was refused."""
 
     number: int = 0
     why: str = ""
 
 
 class SpecFollower:
-    """Owns the followed state. `failures`: cleared with each change, so that what was changed is tried."""
+    """Owns the desired state that is in force. `failures`: cleared with each change, so that changed members are
+    started at once."""
 
     def __init__(self, ledger: Ledger, backend: FleetBackend, failures: list[Failure]) -> None:
         self._ledger, self._backend, self._failures = ledger, backend, failures
@@ -31,13 +32,13 @@ class SpecFollower:
 
     @property
     def followed(self) -> DesiredState:
-        """The state that `refresh` has returned last."""
+        """The last result of `refresh`."""
         assert self._desired is not None, "the controller looks for changes first"
         return self._desired
 
     def refresh(self) -> DesiredState:
-        """The current desired state. A change that cannot be carried out here is refused, and the state before holds.
-        Raises `ConfigError` if there was none."""
+        """The current desired state. A change that cannot be carried out here is refused, and the previous state stays
+        in force. Raises `ConfigError` if there is no previous state."""
         before = self._desired
         if before is None:
             self._desired = desired = self._ledger.desired_state()

@@ -17,18 +17,19 @@ from kvferry.core.errors import KvferryError
 logger = logging.getLogger(__name__)
 
 RENEWED_S, BELIEVED_S, TAKEN_S = 2.0, 10.0, 15.0
-"""Seconds between renewals, seconds that the leader acts after one, and seconds that others wait for the next one."""
+"""Seconds between two renewals; seconds for which the leader leads after a renewal; seconds for which others wait for
+the next renewal."""
 
 
 class LeadershipUnknown(KvferryError):
-    """The system that keeps the leadership does not answer."""
+    """The system that stores the leadership does not answer."""
 
 
 class Leadership(ABC):
     """One controller's view of the leadership of its fleet."""
 
     holder = ""
-    """Identity of the leader when it was looked up last; empty: none, or not known."""
+    """Identity of the leader at the last look-up; empty: none, or not known."""
 
     @property
     @abstractmethod
@@ -37,8 +38,8 @@ class Leadership(ABC):
 
     @abstractmethod
     async def try_acquire(self) -> bool:
-        """Become the leader if there is none; False: there is another. Raises `LeadershipUnknown`, and `ConfigError`
-        where this process is not allowed to ask."""
+        """Become the leader if there is none. False: another process leads. Raises `LeadershipUnknown`, and
+        `ConfigError` if this process has no permission."""
 
     @abstractmethod
     async def heartbeat(self) -> None:
@@ -46,20 +47,18 @@ class Leadership(ABC):
 
     @abstractmethod
     async def release(self) -> None:
-        """Let another controller act at once."""
+        """Release the leadership, so that another controller may lead at once."""
 
     @abstractmethod
     async def remove(self) -> None:
-        """Release it, and remove what keeps it: the fleet has ended."""
+        """Release the leadership, and remove its storage, because the fleet has ended."""
 
 
 class TimedLeadership(Leadership):
-    """A leadership that ends when it is not renewed.
-
-    Its holder believes that it has it for less time than others wait before they take it, counted from before the
-    renewal was sent, by a clock that runs on while the machine sleeps: a process that was stopped knows when it
-    continues that it is too late. Clocks of two machines are never compared. `clock`: seconds since the machine was
-    started."""
+    """A leadership that ends if it is not renewed. The holder counts it for a shorter time than others wait before they
+    take it. The holder counts from the time before the renewal was sent, by a clock that also runs while the machine
+    sleeps, so that a process that was stopped knows that it is too late. Clocks of two machines are never compared.
+    `clock`: seconds since the start of the machine."""
 
     def __init__(self, clock: Callable[[], float] = boot_time) -> None:
         self._clock = clock
@@ -73,7 +72,7 @@ class TimedLeadership(Leadership):
 
     @abstractmethod
     async def renew(self) -> None:
-        """Renew it once, if this process still has it. Raises as `try_acquire`."""
+        """Renew the leadership once, if this process still has it. Raises the errors of `try_acquire`."""
 
     async def heartbeat(self) -> None:
         """Renew it until it is released, another controller has it, or this process has been too late."""
@@ -94,7 +93,8 @@ class TimedLeadership(Leadership):
         self._until = float("-inf")
 
     async def _stop(self) -> None:
-        """Do not act any more, and end the heartbeat, which could renew what is released."""
+        """Record that this process no longer leads, and end the heartbeat, which could otherwise renew the
+        leadership."""
         self._lost()
         if self._heartbeat is not None:
             self._heartbeat.cancel()

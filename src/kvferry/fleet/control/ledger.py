@@ -32,14 +32,14 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet
 logger = logging.getLogger(__name__)
 
 _LOCKED_S, _TRY_AGAIN_S = 5.0, 0.02
-"""Seconds that another process may take to change the desired state, which needs milliseconds; seconds between two
-attempts to lock it."""
+"""Maximum seconds to wait for another process that changes the desired state, which takes milliseconds; seconds between
+two attempts to lock it."""
 
 
 class DesiredState(msgspec.Struct, frozen=True):
-    """The desired state of a fleet. `earlier`: its earlier specs, the last first. `deleted`: it is to end. `number`
-    grows with each change. `source`: the file that a controller follows, as `kvferry fleet run` does. `directory`: the
-    folder that the spec was applied in, where its relative paths begin."""
+    """The desired state of a fleet. `earlier`: its earlier specs, the last one first. `deleted`: True if the fleet must
+    end. `number` grows with each change. `source`: the file that a controller follows, as `kvferry fleet run` does.
+    `directory`: the folder that the spec was applied in, where its relative paths begin."""
 
     fleet: DesiredFleet
     earlier: tuple[DesiredFleet, ...] = ()
@@ -47,7 +47,7 @@ class DesiredState(msgspec.Struct, frozen=True):
     number: int = 0
     source: str = ""
     directory: str = msgspec.field(default="", name="place")
-    """Named `place` in the file, which earlier versions have written."""
+    """Its name in the file is `place`, as in files of earlier versions."""
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -60,9 +60,9 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FleetStatus(msgspec.Struct, frozen=True):
-    """The status that the controller has observed last. `url`: where clients are served; empty until then. `trouble`:
-    the reasons why the fleet does not reach its desired state. `passing`: all of them are the backend's, as when a
-    cluster does not answer, and pass when it recovers."""
+    """The status that the controller has observed last. `url`: the URL for clients; empty until they are served.
+    `trouble`: the reasons why the fleet does not reach its desired state. `passing`: True if all of these are problems
+    of the backend, such as a cluster that does not answer, and end when it recovers."""
 
     at: float
     pid: int
@@ -84,7 +84,7 @@ class Ledger:
     """The files of one fleet, in a folder that only its user can read: settings may contain keys."""
 
     max_history_bytes = 4 * 2**20
-    """Largest size of the history; beyond, its older half is removed."""
+    """Maximum bytes of the history. If it is larger, its older half is removed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -108,8 +108,8 @@ class Ledger:
             ) from error
 
     def apply(self, fleet: DesiredFleet, source: str = "") -> DesiredState:
-        """Set the desired fleet. If its revision differs, the one before becomes an earlier one. A state before that
-        cannot be read is put aside."""
+        """Set the desired fleet. If its revision differs, the previous one becomes an earlier revision. A previous
+        state that cannot be read is renamed."""
         with self._changing():
             before = self._previous_state()
             if isinstance(before, int) or before.deleted:
@@ -134,13 +134,13 @@ class Ledger:
         return new
 
     def delete(self) -> None:
-        """Record that the fleet is to end."""
+        """Record that the fleet must end."""
         with self._changing():
             before = self.desired_state()
             self._replace("wanted.json", msgspec.structs.replace(before, deleted=True, number=before.number + 1))
 
     def remove(self, *others: Path) -> bool:
-        """Remove all files of a fleet that has ended, and these folders too. False if a controller still acts, or the
+        """Remove all files of a fleet that has ended, and these folders too. False: a controller still leads, or the
         fleet was applied again."""
         with self._changing():
             leadership = self.try_acquire()
@@ -156,7 +156,7 @@ class Ledger:
         return True
 
     def _previous_state(self) -> DesiredState | int:
-        """The desired state before, or the number of its last change if there is none or it cannot be read."""
+        """The previous desired state. If there is none, or it cannot be read: the number of its last change."""
         if not self.exists:
             return 0
         try:
@@ -169,8 +169,8 @@ class Ledger:
     # The history and the status.
 
     def record(self, what: str, name: str = "", why: str = "") -> None:
-        """Append an event to the history. If that is not possible, only the log says so: a history that cannot be
-        written must not keep anything from being done."""
+        """Append an event to the history. If this fails, it is only logged: a history that cannot be written must not
+        prevent steps."""
         logger.debug("%s", " ".join(filter(None, (what, name, why))))
         try:
             self._append(what, name, why)
@@ -191,7 +191,7 @@ class Ledger:
             self._replace_bytes("history.jsonl", text[text.index(b"\n", len(text) // 2) + 1 :])
 
     def history(self) -> Iterator[Event]:
-        """All events in the history, the oldest first; lines that are not understood are skipped."""
+        """All events in the history, the oldest first. Lines that cannot be read are skipped."""
         try:
             lines = (self.folder / "history.jsonl").read_bytes().splitlines()
         except OSError:
@@ -249,12 +249,12 @@ class Ledger:
 
     @property
     def has_controller(self) -> bool:
-        """True if a controller acts."""
+        """True if a controller leads the fleet."""
         return is_held(self._lock)
 
     @property
     def controller(self) -> LeaderRecord | None:
-        """The controller that acts; None: there is none, or it has not written its record yet."""
+        """The controller that leads; None: there is none, or it has not written its record yet."""
         return holder(self._lock)
 
     @property

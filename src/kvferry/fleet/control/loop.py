@@ -49,8 +49,8 @@ class Replica:
 def plan(
     fleet: DesiredFleet, members: Sequence[ObservedInstance], failures: Sequence[Failure], now: float
 ) -> list[Step]:
-    """The steps to take now; none: the fleet is in its desired state, or has to be waited for. `failures`: the recent
-    ones, oldest first."""
+    """The steps to take now. Empty: the fleet is in its desired state, or steps that were begun have not ended.
+    `failures`: the recent failures, oldest first."""
     plan_round = _PlanRound(fleet, members, failures, now)
     plan_round.stop_finished()
     if not fleet.roll.pause:
@@ -64,7 +64,7 @@ def plan(
 
 class _PlanRound:
     """One round: the replicas that stay, and the steps so far. Every step changes the replicas as if it had been done,
-    so that the next step counts on it."""
+    so that the next step takes it into account."""
 
     def __init__(
         self, fleet: DesiredFleet, members: Sequence[ObservedInstance], failures: Sequence[Failure], now: float
@@ -87,7 +87,7 @@ class _PlanRound:
                 if member.phase in _LEAVING
             }
         )
-        """Number of replicas of each kind that are leaving: they take room until they are gone."""
+        """Number of replicas of each kind that are leaving. They count against the maximum until they are gone."""
         for replica in _replicas(fleet, [member for member in members if member.phase not in _LEAVING]):
             self._add(replica)
 
@@ -105,7 +105,7 @@ class _PlanRound:
 
     @property
     def _kinds(self) -> Iterator[tuple[str, int, int]]:
-        """Each kind, the desired and the largest number of its replicas."""
+        """Each kind, with the desired and the maximum number of its replicas."""
         fleet, surge = self._fleet, self._fleet.roll.surge
         if fleet.unit is not None:
             yield UNIT, fleet.unit.count, fleet.unit.count + surge if fleet.unit.max is None else fleet.unit.max
@@ -113,7 +113,7 @@ class _PlanRound:
         for role, role_spec in fleet.role.items():
             yield role, role_spec.count, role_spec.count + surge if role_spec.max is None else role_spec.max
         for kind in [kind for kind in self._num if kind not in fleet.role]:
-            yield kind, 0, 0  # a role that the spec has no more
+            yield kind, 0, 0  # a role that the spec no longer has
 
     def _of_kind(self, kind: str) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.kind == kind]
@@ -185,7 +185,9 @@ class _PlanRound:
                 replicas, key=lambda candidate: (candidate.revision == self._revision, *_drain_order(candidate))
             ):
                 is_ready = replica.phase is Phase.READY
-                if surplus > 0 and (not is_ready or num_ready > desired):  # what starts does not take its place yet
+                if surplus > 0 and (
+                    not is_ready or num_ready > desired
+                ):  # a replica that starts does not replace it yet
                     self._remove(replica, f"{desired} wanted, {len(replicas)} there")
                     surplus, num_ready = surplus - 1, num_ready - is_ready
 
@@ -199,7 +201,8 @@ class _PlanRound:
                     break
 
     def roll(self) -> None:
-        """Replace replicas of old revisions: start as many as there is room for, and drain the dispensable ones."""
+        """Replace replicas of old revisions: start as many new ones as allowed, and drain old ones that are not
+        needed."""
         why = f"revision {self._revision} is wanted"
         for replica in [old for old in self._old() if old.phase is Phase.STARTING]:
             self._remove(replica, why)
@@ -209,7 +212,7 @@ class _PlanRound:
         room = {kind: min(num + self._fleet.roll.surge, max_num) for kind, num, max_num in self._kinds}
         while kinds := [kind for kind in desired if self._may_surge(kind, desired, room[kind])]:
             if not self._start(min(kinds, key=lambda kind: self._num_updated[kind] / desired[kind]), why):
-                return  # failures are to be understood before more is drained
+                return  # no further replicas are drained while new ones fail
         min_effective = {kind: num - self._fleet.roll.unavailable for kind, num in desired.items()}
         ready = _Ready(
             [replica for replica in self._replicas.values() if replica.phase is Phase.READY],
@@ -322,8 +325,8 @@ class _Ready:
                 self._effective.update(number)
 
     def try_remove(self, replica: Replica) -> bool:
-        """True if the replica can be drained; it counts as ready no more then. The result is the same for all replicas
-        of one kind and revision, until one can be drained."""
+        """True if the replica can be drained. It then no longer counts as ready. The result is the same for all
+        replicas of one kind and revision, until one can be drained."""
         kind, effective = replica.kind, self._effective
         if self._total[kind] <= max(self._min_effective.get(kind, 0), self._min.get(kind, 0)):
             return False
@@ -340,7 +343,7 @@ class _Ready:
         return True
 
     def _lost_without(self, replica: Replica) -> dict[str, int]:
-        """Number of replicas of each kind that are effective no more without it."""
+        """Number of replicas of each kind that would no longer be effective without it."""
         number = self._number[replica.revision]
         if replica.kind not in self._min_effective or not self._is_complete(number):
             return {}

@@ -25,8 +25,8 @@ class Observer:
     def __init__(self, router_client: RouterClient) -> None:
         self._router_client = router_client
         self._views: Mapping[str, RouterInstanceView] | None = None
-        """The routers' views of the fleet's instances, when one answered last; None: there is no router. Instances that
-        operators have added are left out: one may have the name of a member that is starting."""
+        """The routers' views of the fleet's instances, from their last reply; None: there is no router. Instances that
+        operators have added are left out, because one of them may have the name of a member that starts."""
         self._since: dict[str, tuple[Phase, float]] = {}
         self.starting: dict[str, ObservedInstance] = {}
         """Members that are being started, and that the backend does not list yet."""
@@ -38,7 +38,7 @@ class Observer:
         self.switching: dict[str, MemberRole] = {}
         """Members that change to this role and are drained for it; they count as starting in it."""
         self.withdrawn: set[str] = set()
-        """Members that change their role and that the routers are to forget meanwhile."""
+        """Members that change their role, and that the routers must forget during the change."""
 
     @property
     def has_routers(self) -> bool:
@@ -46,8 +46,8 @@ class Observer:
         return self._views is not None
 
     async def adopt(self, members: Sequence[Member]) -> None:
-        """Read from the routers what an earlier controller has declared. Raises `ConfigError` for a router with another
-        token: neither would accept the other's requests."""
+        """Read the declarations of an earlier controller from the routers. Raises `ConfigError` for a router with
+        another token: neither would accept the other's requests."""
         self._adopted = {member.name for member in members if member.state is MemberState.SERVING}
         routers = routers_of(members)
         for router in routers:
@@ -61,8 +61,8 @@ class Observer:
                 return
 
     async def declare(self, fleet: DesiredFleet, members: Sequence[Member], plan: FleetPlan | None = None) -> None:
-        """Declare to the routers the serving and the leaving instances, and the plan. While none answers, their last
-        reply holds: they may have requests everywhere, and know of no other instances."""
+        """Declare the serving and the leaving instances and the plan to the routers. While no router answers, the last
+        reply is used: the routers may send requests to all instances in it, and know no other instances."""
         if routers := routers_of(members):
             before = self._views or {}
             serving = _admitted(fleet, members, set(before))
@@ -172,7 +172,7 @@ def routers_of(members: Iterable[Member]) -> list[str]:
 
 
 def _admitted(fleet: DesiredFleet, members: Sequence[Member], admitted: set[str]) -> list[Member]:
-    """The instances that may get clients' requests: they serve, and all others of their unit do, or did before."""
+    """The instances that may get clients' requests: they serve, and all others of their unit serve or have served."""
     serving = [member for member in members if member.role != "router" and member.state is MemberState.SERVING]
     if fleet.unit is None:
         return serving

@@ -1,5 +1,5 @@
-"""Recommends how many instances a fleet needs, where others start them, such as Deployments with an autoscaler. The
-instances register at the routers themselves.
+"""Recommends how many instances a fleet needs, if something else starts them, such as Deployments with an autoscaler.
+The instances register at the routers themselves.
 
     look      at the instances and the traffic that the routers report
     decide    as the controller of a fleet does (`desired_counts`)
@@ -34,7 +34,7 @@ from kvferry.fleet.spec.spec_file import SpecFile
 logger = logging.getLogger(__name__)
 
 REGISTERS_S = 30.0
-"""Seconds after a router first answers in which all serving instances register: two leases."""
+"""Seconds after the first answer of a router in which all serving instances register: two leases."""
 
 
 def read_recommended(path: Path) -> DesiredFleet:
@@ -77,7 +77,7 @@ class Recommender:
             await asyncio.sleep(self.look_s)
 
     async def look(self) -> FleetPlan | None:
-        """Do one round; returns the plan that was sent to the routers. None: it is not known yet."""
+        """Do one round. Returns the plan that was sent to the routers. None: it is not known yet."""
         fleet = await self._spec.follow()
         views = await self._views()
         if not views:
@@ -140,7 +140,7 @@ class Recommender:
         return answered
 
     def _observe(self, views: Mapping[str, Mapping[str, RouterInstanceView]]) -> list[ObservedInstance]:
-        """Each instance once, by its URL: routers number them on their own."""
+        """Each instance once, by its URL, because routers have different numbers for the instances."""
         now, seen = self._clock.monotonic(), dict[str, ObservedInstance]()
         for view in (view for each in views.values() for view in each.values()):
             phase = _phase(view)

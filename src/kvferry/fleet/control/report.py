@@ -104,7 +104,7 @@ class StatusReporter:
 
 
 def is_hopeless(status: FleetStatus) -> bool:
-    """True if no instance is left that could answer, and none that could is started again."""
+    """True if no instance that could answer is left, and none is started again."""
     alive = (Phase.READY.value, Phase.STARTING.value)
     if any(member.role in _ANSWERING and member.phase in alive for member in status.members):
         return False

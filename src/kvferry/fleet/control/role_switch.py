@@ -1,4 +1,4 @@
-"""Switches the role of a server that has to be idle for it: SGLang's, with POST /pd_role_switch.
+"""Switches the role of a server that must be idle for this: SGLang's, with POST /pd_role_switch.
 
 kvferry's instances and vLLM's do both phases all the time, so that a role is only what routers send them. An SGLang
 server is started for one phase; with `--enable-pd-role-switch` (0.5.23) it changes to the other one while nothing runs
@@ -26,11 +26,12 @@ _JSON = [(b"content-type", b"application/json")]
 
 
 class NotSwitched(KvferryError):
-    """The server keeps its role, or is in neither; the message says why."""
+    """The server keeps its role, or has none. The message has the reason."""
 
 
 def require_first_switch(name: str, role: MemberRole) -> None:
-    """Raise `NotSwitched` for a member that would take the role again for which it was started, as its name says."""
+    """Raise `NotSwitched` for a member that would return to the role for which it was started (its name has this
+    role)."""
     if name.rpartition("-")[0].endswith(role):
         raise NotSwitched("an SGLang server changes its role once")
 
@@ -47,8 +48,8 @@ async def switch_server(
     """Switch the SGLang server at `url` to this role, once it is idle. The request is repeated every `again_s` while it
     is not; each answer may take `timeout_s`. Raises `NotSwitched`, also when `within_s` is over.
 
-    `decode_cuda_graph_memory_gb`: how much memory must be free for graphs, which a decode server captures where it can;
-    it serves without them where it cannot.
+    `decode_cuda_graph_memory_gb`: memory that must be free for CUDA graphs. A decode server captures graphs if it can,
+    and serves without them otherwise.
     """
     body = msgspec.json.encode({"new_role": role, "decode_cuda_graph_memory_gb": 0.0})
     deadline = clock.monotonic() + within_s

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 _PATH = "/kvferry/instances"
 Answered = TypeVar("Answered")
 _ASK_S, _SILENT_ROUTER_S = 5.0, 1.0
-"""Deadlines of a reply, and of a reply from a router that did not answer last: a router that hangs must not delay the
-others."""
+"""Maximum seconds for a reply; and for a reply of a router that did not answer the last time, because a router that
+hangs must not delay the others."""
 
 
 class ReportedLimits(PeerMessage, frozen=True):
@@ -66,7 +66,7 @@ class RouterClient:
     max_bytes = 64 * 2**20
 
     def __init__(self, token: str = "") -> None:
-        """`token`: the fleet's; default: from this process's environment, or this user's."""
+        """`token`: the fleet's token. Default: the token in this process's environment, or this user's token."""
         self._http = HttpClient(client_name="the fleet's controller")
         self._client = SignedClient(self._http, token or http_secret())
         self._silent = set[str]()
@@ -82,11 +82,11 @@ class RouterClient:
         await self._http.__aexit__(None, None, None)
 
     async def rejection_reason(self, router: str) -> str:
-        """The reason why a router rejects this process; empty if it does not."""
+        """The reason why a router rejects this process; empty: it does not."""
         try:
             stranger = await self._client.rejection_reason(Origin.parse(router), _ASK_S)
         except KvferryError:
-            return ""  # it may be hung, which is seen later
+            return ""  # it may hang, which is detected later
         return f"does not take orders: {stranger}" if stranger else ""
 
     async def views(self, router: str) -> Mapping[str, RouterInstanceView] | None:
@@ -113,8 +113,8 @@ class RouterClient:
         draining: Iterable[str],
         plan: FleetPlan | None = None,
     ) -> Mapping[str, RouterInstanceView] | None:
-        """Declare the instances and the plan to all routers, as a replaced router may no longer share the others'
-        state. `routers`: their URLs. Returns their merged views of the instances, by name; None if none answers."""
+        """Declare the instances and the plan to all routers, because a replaced router may not share the state of the
+        others. `routers`: their URLs. Returns their merged views of the instances, by name; None if none answers."""
         leaving = set(draining)
         declared = [
             {

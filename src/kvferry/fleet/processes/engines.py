@@ -39,9 +39,9 @@ _VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 @dataclass(frozen=True, kw_only=True)
 class InstancePlacement:
-    """One instance to start. `number`: unique among the members. `started_as`: `role`, or both if it can change.
-    `settings`: of its role; `keys`: those of kvferry's own settings in it. `devices`: the variable
-    with its GPUs, if a cluster's scheduler or the recipe has chosen them."""
+    """One instance to start. `number`: unique among the members. `started_as`: `role`, or "both" if its role can
+    change. `settings`: the settings of its role; `keys`: the keys of kvferry's own settings in these. `devices`: the
+    variable with its GPUs, if a cluster's scheduler or the recipe has chosen them."""
 
     name: str
     role: Role
@@ -59,7 +59,8 @@ class InstancePlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSettings:
-    """Settings of all instances of a fleet, whatever their engine. `hands_off`: they move KV, as behind routers."""
+    """Settings of all instances of a fleet, for any engine. `hands_off`: True if they hand off KV, which they do behind
+    routers."""
 
     instances: InstanceSpec
     hands_off: bool
@@ -184,7 +185,7 @@ class VllmEngine:
         return replace(self.servers.process(vllm_placement, bootstrap_port or 0), bootstrap_port=bootstrap_port)
 
     def require_registrable(self, role: RegistrationRole) -> None:
-        """Raise `ConfigError` if a `kv_role` keeps a server from what it registers for."""
+        """Raise `ConfigError` if a `kv_role` excludes the role for which a server registers."""
         self.servers.require_registrable(role)
 
     def _log_level(self) -> dict[str, str]:

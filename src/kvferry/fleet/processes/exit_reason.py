@@ -1,7 +1,7 @@
 """The reason of a member's exit, in the last lines of its log.
 
-A Python program of several processes (vLLM) ends with as many tracebacks: the one that failed logs its own, then those
-that waited for it log theirs. The reason is the last line of the first.
+A Python program with several processes (vLLM) ends with several tracebacks: first the process that failed logs one,
+then the processes that waited for it. The reason is the last line of the first traceback.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _PREFIX = re.compile(
     r"(?:\x1b\[[\d;]*m)*(?P<source>\([^()]* pid=\d+\) )?(?:\x1b\[[\d;]*m)*"
     r"(?:(?P<level>[A-Z]+) \d\d-\d\d [\d:.]+ \[[^\]]+\] ?)?"
 )
-"""What vLLM puts before each line: its process, and unless it is a print, level, time and place."""
+"""The beginning of each line of vLLM's log: its process and, unless the line was printed, level, time and place."""
 _BEGIN = "Traceback (most recent call last)"
 _LIBRARY = re.compile(r"[EF]\d{4} [\d:.]+ +\d+ \S+:\d+\] (.+)")
-"""An error of a library in C++ that logs as glog does, such as NIXL: its exceptions often say less."""
+"""An error of a C++ library that logs like glog, such as NIXL. The library's exceptions often have less information."""
 _USAGE = re.compile(r"\S+: error: (.+)")
 """How `argparse` reports an error."""
 _LOCATION = re.compile(r'  File "(.+)", line (\d+)')
@@ -27,7 +27,7 @@ _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+(?::|$))")
 
 
 class ExitCause:
-    """`feed` it each line. `text`: the first cause in them, in one line, or empty."""
+    """Call `feed` with each line. `text`: the first cause in the lines, as one line; empty: none."""
 
     max_chars = 1000
 
@@ -36,18 +36,18 @@ class ExitCause:
         self._open: dict[str, str] = {}
         """The place of the innermost frame of a traceback that is being read, by process."""
         self._message_of: str | None = None
-        """The process that may go on with the message."""
+        """The process whose next line may continue the message."""
         self._library = ""
 
     def feed(self, line: str) -> None:
-        """The next line, as it was written."""
+        """Process the next line, unchanged."""
         prefix = _PREFIX.match(line)
         assert prefix is not None
         source, level, text = prefix["source"] or "", prefix["level"] or "", line[prefix.end() :]
         if self.text:
             self._continue(source, text)
         elif level in ("DEBUG", "INFO", "WARNING"):
-            return  # what went wrong there was no reason to end
+            return  # errors before this line were no reason to end
         elif text.startswith(_BEGIN):
             self._open[source] = ""
         elif source in self._open and (not text or text[0] in " |+~^"):
@@ -62,7 +62,7 @@ class ExitCause:
             self.text = match[1]
 
     def _end(self, exception: str, location: str) -> None:
-        if ":" not in exception:  # it says nothing but its name
+        if ":" not in exception:  # the error has no message
             exception = f"{exception} in {location}"
         self.text = (f"{self._library} ({exception})" if self._library else exception)[: self.max_chars]
 
@@ -78,7 +78,8 @@ class ExitCause:
 
 @dataclass(frozen=True)
 class Ended:
-    """A member's end. `reason`: how, and if it never served, why; `is_misconfigured`: its settings are wrong."""
+    """The end of a member. `reason`: how it ended and, if it never served, why; `is_misconfigured`: True if its
+    settings are wrong."""
 
     reason: str
     is_misconfigured: bool = False
@@ -94,13 +95,13 @@ class LogTail:
         self._first_cause = ExitCause()
 
     def add(self, line: str, *, has_served: bool) -> None:
-        """The next line. Once it serves, errors are those of requests."""
+        """Process the next line. Once the member serves, errors belong to requests."""
         self.lines.append(line)
         if not has_served:
             self._first_cause.feed(line)
 
     def explain(self, code: int | None, how: str, *, has_served: bool) -> Ended:
-        """Why it has ended, with this exit code. `how`: what is known without its words."""
+        """The reason of its end, with this exit code. `how`: a description of the end, without the log."""
         if has_served:
             return Ended(how)
         if code == EXIT_USER_ERROR:

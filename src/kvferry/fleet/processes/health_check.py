@@ -17,8 +17,8 @@ async def serves(url: str, timeout_s: float = _TIMEOUT_S) -> bool:
 
 
 async def ask_health(url: str, timeout_s: float = _TIMEOUT_S) -> int:
-    """The status with which GET `url`/health is answered within `timeout_s`; 0 if it is not. At an https:// URL, any
-    certificate is accepted, as no secrets are sent."""
+    """The status of the answer to GET `url`/health within `timeout_s`; 0: there was no answer. At an https:// URL, any
+    certificate is accepted, because no secrets are sent."""
     try:
         origin = Origin.parse(url)
         async with HttpClient(ssl._create_unverified_context() if origin.tls else None) as client:

@@ -2,7 +2,7 @@
 
 python -m kvferry.fleet.processes.member_main TITLE… --settings-fd N --ready-fd N
 
-TITLE says in a list of processes what it is, and is not read. The first descriptor has the settings
+TITLE describes the process in a list of processes, and is not read. The first descriptor has the settings
 (`process_settings`), and the second takes the start messages (`ready`).
 """
 
@@ -19,7 +19,7 @@ from kvferry.observe.logs import LogConfig, set_up_logging
 
 
 def run_member(settings: ProcessSettings, ready: int) -> int:
-    """Run the process of these settings, which reports its start to the descriptor `ready`; returns the exit code."""
+    """Run the process of these settings. It reports its start to the descriptor `ready`. Returns the exit code."""
     match settings:
         case RouterProcess():
             name = "router"
@@ -32,7 +32,7 @@ def run_member(settings: ProcessSettings, ready: int) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the process that these arguments describe; returns the exit code. Errors are one line on standard error."""
+    """Run the process that these arguments describe. Returns the exit code. Errors are one line on standard error."""
     set_up_logging(LogConfig())
     numbers = dict(zip(arguments[-4::2], arguments[-3::2], strict=True))
     settings, ready = int(numbers["--settings-fd"]), int(numbers["--ready-fd"])

@@ -1,4 +1,4 @@
-"""One member of a fleet as a process: its command, its environment, and how it is known that it serves."""
+"""One member of a fleet as a process: its command, its environment, and how to find out that it serves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvferry.fleet.processes.ready import READY_FLAG, StartProgress
 from kvferry.http.registrar import RegistrarConfig
 
 _LONGEST_FOLDER = 64
-"""Bytes of a folder's name that leave room for those of sockets, of 107 in all."""
+"""Maximum bytes of a folder's name, so that paths of sockets in it have at most 107 bytes."""
 PROGRAM = (sys.executable, "-m", "kvferry.cli.main")
-"""The command line, for a process that does what a command does."""
+"""The beginning of a command line that runs a kvferry command."""
 MEMBER = (sys.executable, "-m", "kvferry.fleet.processes.member_main")
-"""A process of kvferry's that is started with its settings; what follows is its title."""
+"""The beginning of the command line of a process that gets its settings in a document. Its title follows."""
 SETTINGS_FLAG = "--settings-fd"
 
 
@@ -28,8 +28,8 @@ class ExternalServer:
     """A program that is not kvferry's and does not speak the start protocol.
 
     It serves when GET `url`/health is answered with 200. `steps`: patterns of log lines, and the progress that they
-    mean. `sockets_in`: the variable that says where its processes put their sockets; they are then removed with what
-    else is kept of the member, however it ends.
+    mean. `sockets_in`: the variable that names the folder for its sockets, so that they are removed with the member's
+    folder, however the member ends.
     """
 
     url: str
@@ -37,7 +37,7 @@ class ExternalServer:
     sockets_in: str = ""
 
     def progress_of(self, line: str) -> StartProgress | None:
-        """The progress that a log line means, if any."""
+        """The progress that a log line stands for; None: none."""
         return next((progress for pattern, progress in self.steps if pattern.search(line)), None)
 
 
@@ -45,11 +45,11 @@ class ExternalServer:
 class ProcessSpec:
     """A process to start. `environment` is added to the backend's own, without `hidden`.
 
-    `settings`: those of a process of kvferry's, which are handed over when it is started (`started_with`). `foreign`:
-    set for a program that is not kvferry's; its children may outlive it. `forks`: it has `settings` and imports what
-    every instance imports, so it may be forked. `registrar`: routers at which the backend
-    registers it, if it does not do so itself. `descriptors`: files that it inherits. `bootstrap_port`: that of its
-    Mooncake bootstrap server.
+    `settings`: settings of a process of kvferry, which it gets when it is started (`started_with`). `foreign`: set for
+    a program that is not kvferry's; its children may outlive it. `forks`: True if it has `settings` and imports the
+    same as every instance, so that it may be forked. `registrar`: routers at which the backend registers it, if it does
+    not register itself. `descriptors`: descriptors that it inherits. `bootstrap_port`: port of its Mooncake bootstrap
+    server.
     """
 
     name: str
@@ -65,8 +65,8 @@ class ProcessSpec:
 
     @contextmanager
     def started_with(self, messages: int) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
-        """The command line that starts it now, and the descriptors that the process must inherit under their numbers.
-        `messages`: one that takes its start messages. Raises `OSError`."""
+        """The command line with which to start it now, and the descriptors that the process must inherit under the same
+        numbers. `messages`: the descriptor for its start messages. Raises `OSError`."""
         if self.foreign is not None:
             yield self.command, self.descriptors
             return
@@ -79,8 +79,8 @@ class ProcessSpec:
             yield command, (settings, messages, *self.descriptors)
 
     def full_environment(self, folder: Path | None = None) -> dict[str, str]:
-        """The child's environment. Output is unbuffered, so that the last line before a crash is seen. `folder`: the
-        member's own, for sockets, unless the user names another one, or its name is too long for that."""
+        """The child's environment. Output is unbuffered, so that the last line before a crash is written. `folder`: the
+        member's folder, which is used for sockets unless the user names another one, or its name is too long."""
         inherited = {name: value for name, value in os.environ.items() if name not in self.hidden}
         variable = "" if self.foreign is None else self.foreign.sockets_in
         if variable and folder is not None and len(os.fsencode(folder)) <= _LONGEST_FOLDER:
@@ -91,7 +91,7 @@ class ProcessSpec:
 @dataclass(frozen=True)
 class RouterGroup:
     """Shared by the routers of one port: a folder that only their user can read, and the descriptors of the sockets
-    they accept connections on. Both are the backend's, and outlive each of them."""
+    they accept connections on. The backend owns both; they outlive each router."""
 
     folder: Path
     listeners: tuple[int, ...]

@@ -28,7 +28,7 @@ class InstanceReady(wire.Message, frozen=True):
 
 
 class StartProgress(wire.Message, frozen=True):
-    """`progress`: how much of the start is done, 0 to 1; `what` it is doing."""
+    """`progress`: the part of the start that is done, 0 to 1; `what`: what the child is doing now."""
 
     progress: float
     what: str = ""
@@ -38,7 +38,7 @@ Message = InstanceReady | StartProgress
 
 
 class ReadyWriter:
-    """The child's side. Writing never fails: a supervisor that has ended does not matter here."""
+    """The child's side. Writing never fails: if the supervisor has ended, nothing is written."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -48,12 +48,13 @@ from kvferry.router.config import RouterConfig
 OPEN, LIMITS = HttpAccess(), HttpLimits()
 LOOPBACK = "127.0.0.1"
 INSTANCE_BYTES = 32 * 2**20
-"""The least memory that an instance takes for itself, without its model and its KV cache."""
+"""Minimum memory of an instance, without its model and its KV cache."""
 ROUTERS = 2
-"""How many routers share an address where there are cores for them: one that dies or hangs is then no outage."""
+"""Number of routers that share an address if there are cores for them, so that the other one serves if one dies or
+hangs."""
 
 _FOLLOWED = "instances_file"
-"""The setting with a file that routers follow, which must not be a copy."""
+"""The setting with a file that routers read again when it changes. It must not be a copy."""
 
 Config = TypeVar("Config", bound=Settings)
 
@@ -74,7 +75,7 @@ class LocalRecipe:
     this machine."""
 
     def check(self) -> None:
-        """Raise `ConfigError` if settings are wrong, as far as that is known before anything is started."""
+        """Raise `ConfigError` if settings are wrong, as far as this can be found before anything is started."""
         if self.num_routers and self._has_instances:
             if self.settings.router.registration:
                 shared_token("--registration")
@@ -104,7 +105,7 @@ class LocalRecipe:
 
     @property
     def num_instances(self) -> int:
-        """Number of instances that shall run."""
+        """Desired number of instances."""
         return self.fleet.num_instances
 
     @property
@@ -245,14 +246,14 @@ class RouterPlan:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Where they listen: for clients, and for operators if those have a port of their own."""
+        """The addresses at which they listen: for clients, and for operators if these have a separate port."""
         public = (self.listen.host, self.listen.port)
         access = self.access
         return [public] if access.admin_port is None else [public, (access.admin_host, access.admin_port)]
 
     def process(self, name: str, group: RouterGroup, revision: str) -> ProcessSpec:
-        """The process of a router. Files are read once for each revision: after a change of one, a router that is
-        started again would know other keys than the next."""
+        """The process of a router. Files are read once for each revision. Otherwise, after a change of a file, a router
+        that is started again would have other keys than the others."""
         copies = group.folder / f"files-{revision}"
         copies.mkdir(mode=0o700, exist_ok=True)
         settings = RouterProcess(
@@ -276,7 +277,8 @@ class RouterPlan:
 
 
 def _with_copies(config: Config, folder: Path) -> Config:
-    """The same settings, with copies of their files; one that cannot be read is left to whoever reports its name."""
+    """The same settings, with copies of their files. A file that cannot be read is not copied: the process that reads
+    it reports the error."""
     changed = {}
     for name in config.__struct_fields__:
         path = getattr(config, name)

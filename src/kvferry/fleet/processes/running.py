@@ -24,21 +24,21 @@ from kvferry.http.server.routes import Route
 from kvferry.models.catalog import resolve as resolve_model
 
 RUN_INSTANCE, RUN_RANK = "kvferry.engine.launch:run_instance", "kvferry.engine.executor.rank_main:run_rank"
-"""Resolved when they are called, because they import torch, which other processes do without."""
+"""Imported when they are called, because they import torch, which other processes do not need."""
 
 
 class Reporter(Protocol):
     """Receives the progress of a start."""
 
     def progress(self, what: str, fraction: float) -> None:
-        """`fraction` of 1 of the start is done, and `what` is next."""
+        """`fraction` (0 to 1) of the start is done; `what`: what is being done now."""
 
     def ready(self, about: dict[str, Any]) -> None:
         """Requests are answered at `about["url"]`."""
 
 
 class NullReporter:
-    """Reports nothing, where nobody waits for the start."""
+    """Reports nothing, because no process waits for the start."""
 
     def progress(self, what: str, fraction: float) -> None:
         """Does nothing."""
@@ -48,7 +48,7 @@ class NullReporter:
 
 
 def run_process(settings: ProcessSettings, reporter: Reporter) -> int:
-    """Run it in the main thread; returns the exit code. Logging is set up already. Raises `ConfigError` and
+    """Run the process in the main thread. Returns the exit code. Logging must be set up. Raises `ConfigError` and
     `UnsupportedModel` for errors that the user can correct."""
     match settings:
         case InstanceProcess():
@@ -114,7 +114,7 @@ def _in_dynamo(urls: Sequence[str], role: InstanceRole, model: str) -> Any:
     if len(urls) > 1:
         raise ConfigError("--register: an instance is a worker at one endpoint of Dynamo's")
     endpoint = parse_endpoint(urls[0], "prefill" if role == "prefill" else "decode")
-    from kvferry.bridge.dynamo.engine_worker import EngineWorker  # not for the others' start
+    from kvferry.bridge.dynamo.engine_worker import EngineWorker  # does not delay the start of other processes
 
     return lambda front: EngineWorker(front, endpoint, str(resolve_model(model))).run()
 
@@ -122,7 +122,7 @@ def _in_dynamo(urls: Sequence[str], role: InstanceRole, model: str) -> Any:
 def _run_router(settings: RouterProcess, reporter: Reporter) -> int:
     if settings.router.registration:
         shared_token("--registration")
-    from kvferry.router.server import run_router  # brings a web server along, which --help does without
+    from kvferry.router.server import run_router  # imports a web server, which --help does not need
 
     http = HttpConfig(**http_settings(settings.listen, settings.access, settings.limits), listeners=settings.listeners)
     return run_router(

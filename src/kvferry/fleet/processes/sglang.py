@@ -1,8 +1,8 @@
 """SGLang servers as processes of a fleet: their command lines. SGLang itself is not imported.
 
-P and D are started with `--disaggregation-mode`, P with a port for its bootstrap server, of which the routers are told;
-they then call both together (`router.protocols.sglang`). Flags as of SGLang 0.5.23, whose servers run in
-`tests/end_to_end/sglang`.
+P and D are started with `--disaggregation-mode`, P with a port for its bootstrap server, which is declared to the
+routers; they then call both at the same time (`router.protocols.sglang`). Flags as of SGLang 0.5.23, whose servers run
+in `tests/end_to_end/sglang`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STEPS = (
 
 def check_sglang(engine: EngineSpec, arguments: Sequence[str], *, timeout_s: float = 30.0) -> None:
     """Raise `ConfigError` if servers with these settings cannot be started on this machine. `arguments`: flags of all
-    servers and those of single roles. `timeout_s`: for the engine's Python to look for SGLang."""
+    servers and those of single roles. `timeout_s`: maximum seconds in which the engine's Python finds SGLang."""
     check_sglang_transfer(engine)
     for argument in arguments:
         name = argument.partition("=")[0]
@@ -80,7 +80,7 @@ def sglang_server(
     port = port or free_ports(1, host)[0]
     flags = ["--model-path", str(resolve(model)), "--served-model-name", served_name]
     flags += ["--host", host, "--port", str(port)]
-    flags += ["--enable-metrics"]  # in which the routers see whether one that is drained still works
+    flags += ["--enable-metrics"]  # by which the routers find out if a draining server still has requests
     if num_ranks > 1:
         flags += ["--tp-size", str(num_ranks)]
     further = with_event_ports((*engine.args, *arguments), host)

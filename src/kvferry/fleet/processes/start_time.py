@@ -1,4 +1,4 @@
-"""When a process of this machine began, which together with its number names it."""
+"""The start time of a process of this machine, which together with its number identifies it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ _ZOMBIE = "Z"
 
 
 def started_at(pid: int) -> int:
-    """When a process began, in ticks since the machine did; with its number, this names it. Raises `OSError` if there
-    is no such process, or it has ended and nobody has taken notice."""
+    """Start time of a process, in clock ticks since the start of the machine. Together with its number, it identifies
+    the process. Raises `OSError` if there is no such process, or it has ended and its parent has not waited for it
+    yet."""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     fields = stat.rpartition(")")[2].split()
     if fields[0] == _ZOMBIE:

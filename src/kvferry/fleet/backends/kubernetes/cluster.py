@@ -1,6 +1,6 @@
 """One namespace of a cluster through its API server: each request has a deadline.
 
-The official client finds the cluster and authenticates; what is sent and received stays plain JSON.
+The official client finds the cluster and authenticates; requests and answers are plain JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ClusterError(KvferryError):
 
 
 class Cluster:
-    """Owns the connections; `connect` makes one. `timeout_s`: for each request."""
+    """Owns the connections; `connect` makes one. `timeout_s`: maximum seconds for each request."""
 
     def __init__(self, connection: client.ApiClient, namespace: str, timeout_s: float = 10.0) -> None:
         self._connection, self._namespace, self._timeout_s = connection, namespace, timeout_s
@@ -96,7 +96,7 @@ def _decoded(content: bytes) -> Object:
 
 
 def _refused(status: int, content: bytes) -> ClusterError:
-    """The error of a `Status` object, which says why a request was refused."""
+    """The error for a `Status` object, which has the reason why a request was refused."""
     try:
         answer = msgspec.json.decode(content, type=dict[str, Any])
         return ClusterError(f"{answer.get('reason') or status}: {answer.get('message') or ''}".rstrip(": "), status)

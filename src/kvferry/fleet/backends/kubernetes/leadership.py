@@ -1,7 +1,7 @@
 """Leadership by a Lease of the cluster (coordination.k8s.io/v1), which the manifests contain.
 
-Others wait, by their own clocks, since they saw the Lease change last. A change names the version that it was made
-for, so that one of two succeeds.
+Other controllers wait until the Lease has not changed for its duration, by their own clocks. A change names the version
+of the Lease to which it applies, so that only one of two changes succeeds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _CONFLICT, _NOT_ALLOWED = 409, (401, 403)
 
 
 class KubernetesLeadership(TimedLeadership):
-    """Owns the version of the Lease that this process has seen. `name`: of the object."""
+    """Owns the last version of the Lease that this process has seen. `name`: name of the Lease."""
 
     max_s = 600.0
-    """The longest wait for a holder, whatever duration it wrote."""
+    """Maximum seconds to wait for a holder, even if the Lease has a longer duration."""
 
     def __init__(self, cluster: Cluster, name: str, clock: Callable[[], float] = boot_time) -> None:
         super().__init__(clock)
@@ -39,7 +39,7 @@ class KubernetesLeadership(TimedLeadership):
         """The Lease's version, and the time at which this process saw it first."""
 
     async def try_acquire(self) -> bool:
-        """Acquire it if it is free; False: another controller has it."""
+        """Acquire the Lease if it is free. False: another controller has it."""
         begun = self._clock()
         with _refusals():
             spec, version = await self._read()
@@ -54,7 +54,7 @@ class KubernetesLeadership(TimedLeadership):
         return lease.get("spec") or {}, lease["metadata"].get("resourceVersion", "")
 
     def _has_expired(self, spec: Object, version: str) -> bool:
-        """True if its holder has had the time to renew it, and did not."""
+        """True if its holder has not renewed it in time."""
         now = self._clock()
         if self._seen[0] != version:
             self._seen = (version, now)
@@ -75,7 +75,8 @@ class KubernetesLeadership(TimedLeadership):
             await self._change(begun, version, transitions=None)
 
     async def release(self) -> None:
-        """Let another controller act at once; if the API server does not answer, it has to wait."""
+        """Release the Lease, so that another controller may lead at once. If the API server does not answer, the other
+        controller has to wait."""
         was_held = self.is_held
         await self._stop()
         if not was_held:
@@ -90,12 +91,12 @@ class KubernetesLeadership(TimedLeadership):
             logger.debug("the next controller has to wait: %s", error)
 
     async def remove(self) -> None:
-        """Leave the Lease, which goes with the manifests."""
+        """Does not remove the Lease, which is removed with the manifests."""
         await self.release()
 
     async def _change(self, begun: float, version: str, *, transitions: int | None) -> bool:
-        """Hold it, if it still has this version. `transitions`: how often it has changed its holder; None: it has
-        not."""
+        """Take the Lease, if it still has this version. `transitions`: number of times that its holder has changed;
+        None: never."""
         now = datetime.fromtimestamp(SYSTEM_CLOCK.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec: dict[str, Any] = {"holderIdentity": self.me, "leaseDurationSeconds": int(TAKEN_S), "renewTime": now}
         if transitions is not None:
@@ -114,7 +115,8 @@ class KubernetesLeadership(TimedLeadership):
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raise `ConfigError` for what the API server does not allow, and `LeadershipUnknown` where it does not answer."""
+    """Raise `ConfigError` if the API server does not allow the request, and `LeadershipUnknown` if it does not
+    answer."""
     try:
         yield
     except ClusterError as error:

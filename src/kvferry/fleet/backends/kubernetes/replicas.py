@@ -1,7 +1,7 @@
 """kvferry's controller in a cluster: the counts that `[scale]` decides become the replicas of the fleet's workloads.
 
 Kubernetes starts, rolls and ends the pods, which register at the routers themselves. Of several controllers, the one
-that holds the Lease acts; its successor continues from the plan that the routers have received last.
+that holds the Lease leads; its successor continues with the plan that the routers have received last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaController:
-    """Owns the replicas of one fleet's workloads. `make_recommender` is called each time that it becomes the leader.
+    """Owns the replicas of one fleet's workloads. `make_recommender`: called each time when it becomes the leader.
     `look_s`: seconds between two decisions, and between two attempts to become the leader."""
 
     def __init__(
@@ -36,7 +36,7 @@ class ReplicaController:
         self._cluster, self._leadership, self._look_s = cluster, leadership, look_s
 
     async def run(self) -> None:
-        """Scale until cancelled. Raises `ConfigError` for what the API server does not allow, and for a router with
+        """Scale until cancelled. Raises `ConfigError` if the API server does not allow a request, and for a router with
         another token."""
         while True:
             if await self._is_acquired():
@@ -67,7 +67,7 @@ class ReplicaController:
             await self._leadership.release()
 
     async def _scale(self, desired: Mapping[str, int], replicas: dict[str, int]) -> None:
-        """Set what differs from `replicas`, and note it there."""
+        """Set the replicas that differ from `replicas`, and update `replicas`."""
         for role in self._fleet.role:
             count = desired.get(role)
             if count is None or replicas.get(role) == count or not self._leadership.is_held:

@@ -1,8 +1,8 @@
 """The backend whose members are processes of this machine.
 
-They may outlive the controller that started them (`outlives`), and are then found again by their folders; or end with
-it, in whatever way it ends. The routers of the fleet share one folder, and accept connections on sockets that this
-process holds: a connection that comes while one of them dies waits for another.
+They may outlive the controller that started them (`outlives`), and are then found again by their folders. Otherwise
+they end with it, however it ends. The routers of the fleet share one folder, and accept connections on sockets that
+this process holds: a connection that comes while one of them dies waits for another.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class LocalBackend(FleetBackend):
 
     look_s = 0.02
     written_s = 10.0
-    """Max seconds after a controller's death until a process that it has just started has written its process id."""
+    """Maximum seconds after a controller's death until a process that it has just started has written its process
+    id."""
 
     def __init__(self, context: BackendContext, *, fork_server: ForkServer | None = None) -> None:
-        """`fork_server`: one that is shared with another backend, whose owner closes it."""
+        """`fork_server`: a fork server that is shared with another backend, whose owner closes it."""
         super().__init__(context)
         self.recipe: Recipe
         self._folder, self._watcher, self._outlives = context.folder, context.watcher, context.outlives
@@ -126,14 +127,14 @@ class LocalBackend(FleetBackend):
             self._forget(member.name)
             raise
         self._watch(local_member, child)
-        if local_member.is_stopping:  # it was stopped before it had a process
+        if local_member.is_stopping:  # the member was stopped before it had a process
             await local_member.stop(0.0)
             self._forget(member.name)
         else:
             self._register(spec, local_member)
 
     async def stop(self, name: str, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL once the grace is over; before that, it is deregistered from its routers."""
+        """Deregister a member from its routers, send it SIGTERM, and SIGKILL after the grace period."""
         member = self._members.get(name)
         if member is None:
             return
@@ -161,7 +162,7 @@ class LocalBackend(FleetBackend):
         self._listeners.clear()
 
     async def close(self) -> None:
-        """Members continue if they outlive this process; otherwise the remaining ones are ended now."""
+        """End the remaining members, unless they outlive this process."""
         self.begin_shutdown()
         for _, task in self._registrars.values():
             task.cancel()
@@ -245,7 +246,7 @@ class LocalBackend(FleetBackend):
         return start_process(spec, cores, folder, leash)
 
     def _watch(self, member: LocalMember, child: ChildProcess) -> None:
-        member.set_process(child)  # so that it can be stopped before its task begins
+        member.set_process(child)  # so that the member can be stopped before its task begins
         self._watching[member.about.name] = asyncio.create_task(member.watch(child))
         self.changed.set()
 
@@ -260,7 +261,7 @@ class LocalBackend(FleetBackend):
             self.changed.set()
 
     async def _find(self, folder: MemberFolder) -> None:
-        """Adopt a member of an earlier controller; if it has ended meanwhile, it counts as ended."""
+        """Adopt a member of an earlier controller. If it has ended since then, it counts as ended."""
         about = folder.about()
         if about is None or about.name != folder.path.name:
             await _end_unknown(folder, self.written_s)
@@ -279,7 +280,7 @@ class LocalBackend(FleetBackend):
         with suppress(OSError):
             if (pid := folder.pid()) is not None:
                 child = ChildProcess(pid, is_ours=False)
-                if folder.pid() != pid:  # it ended, and its number became another's, just now
+                if folder.pid() != pid:  # it has just ended, and another process has its number
                     child.detach()
                     child = None
         if child is None:
@@ -317,7 +318,7 @@ async def _end_unknown(folder: MemberFolder, within_s: float) -> None:
 
 
 async def _leave(registrar: Registrar, within_s: float, gone: asyncio.Event) -> None:
-    """Deregister from the routers; there is nothing to wait for once the process is gone."""
+    """Deregister the member from the routers. Stops waiting when its process is gone."""
     leaving, ended = asyncio.create_task(registrar.leave(within_s)), asyncio.create_task(gone.wait())
     try:
         await asyncio.wait([leaving, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -329,5 +330,6 @@ async def _leave(registrar: Registrar, within_s: float, gone: asyncio.Event) -> 
 
 
 def memory_folder() -> str | None:
-    """A folder in memory, for what must not be on a disk (keys) or must be written at once (a database); None: none."""
+    """A folder in memory, for files that must not be on a disk (keys) or must be fast (a database). None: there is
+    none."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

@@ -1,6 +1,6 @@
 """A process of this machine, started by this process or by an earlier controller.
 
-A child leads a session of its own, so that Ctrl-C on the terminal does not reach it, and so that its whole group can be
+A child has its own session, so that Ctrl-C on the terminal does not reach it, and so that its whole group can be
 killed.
 """
 
@@ -16,14 +16,14 @@ from kvferry.fleet.backends.local.spawning import spawn_process
 
 
 class ChildProcess:
-    """Owns a descriptor of the process, through which it is waited for and signalled: its number may be another
-    process's later. One event loop."""
+    """Owns a descriptor of the process, with which it waits for the process and sends signals, because the process's
+    number may belong to another process later. Used on one event loop."""
 
     again_s = 0.01
 
     def __init__(self, pid: int, *, is_ours: bool = True) -> None:
-        """`is_ours`: it is, or will be in a moment, a child of this process. Raises `OSError`: there is none, or no
-        descriptor is left."""
+        """`is_ours`: it is a child of this process, or is about to become one. Raises `OSError` if there is no such
+        process, or no free descriptor."""
         self.pid, self._is_ours = pid, is_ours
         self.returncode: int | None = None
         """Exit code; minus the number of the signal that ended it; None while it runs, or if it cannot be read."""
@@ -37,7 +37,7 @@ class ChildProcess:
         return self._ended.is_set()
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True if it has ended within `timeout_s`."""
+        """Wait for its end, at most `timeout_s`. Returns True if it has ended."""
         if not self._ended.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -55,11 +55,11 @@ class ChildProcess:
                 signal.pidfd_send_signal(self._descriptor, number)
 
     def kill(self) -> None:
-        """Kill it and its whole group. Must not be called some time after its end was seen: its number may be another
-        group's."""
+        """Kill it and its whole group. Must not be called long after its end, because its number may belong to another
+        group then."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.signal(signal.SIGKILL)  # right after a fork, it leads no group yet
+        self.signal(signal.SIGKILL)  # just after a fork, it has no group yet
 
     def reap_group(self) -> None:
         """Processes of its group whose parent has ended are children of this process, if it is a subreaper."""
@@ -80,7 +80,7 @@ class ChildProcess:
         if self._is_ours:
             try:
                 self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            except ChildProcessError:  # it ended so early that it is not this process's child yet
+            except ChildProcessError:  # it ended before it became a child of this process
                 loop.call_later(self.again_s, loop.add_reader, self._descriptor, self._reap)
                 return
         os.close(self._descriptor)
@@ -90,6 +90,6 @@ class ChildProcess:
 def spawn(
     command: Sequence[str], environment: Mapping[str, str], *, output: int | None = None, inherits: Sequence[int] = ()
 ) -> ChildProcess:
-    """A child with a session of its own, which writes to `output` (None: nowhere) and inherits these descriptors under
-    the same numbers. Raises `OSError`."""
+    """A child with its own session, which writes to `output` (None: nowhere) and inherits these descriptors under the
+    same numbers. Raises `OSError`."""
     return ChildProcess(spawn_process(command, environment, output=output, inherits=inherits))

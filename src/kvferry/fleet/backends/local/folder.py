@@ -21,12 +21,13 @@ from kvferry.fleet.processes.start_time import started_at
 from kvferry.fleet.spec.fleet_spec import MemberRole
 
 _DELETED = " (deleted)"
-"""After the name of an open file that was removed."""
+"""The kernel appends this to the name of an open file that was removed."""
 
 
 class MemberRecord(msgspec.Struct, frozen=True):
-    """The record of a member. `number`: a small one, unique among the fleet's instances on this machine. `is_foreign`:
-    a program that is not kvferry's, which answers at `url` once it serves. `url` of others is empty until then."""
+    """The record of a member. `number`: a small number, unique among the fleet's instances on this machine.
+    `is_foreign`: True for a program that is not kvferry's, which answers at `url` once it serves. Of other members,
+    `url` is empty until they serve."""
 
     name: str
     role: MemberRole
@@ -84,8 +85,8 @@ class MemberFolder:
             return None
 
     def pid(self) -> int | None:
-        """The id of its process, if that runs: it has the recorded start time, and writes its output to this member's
-        log, as no other process does, whatever the file says."""
+        """The id of its process, if the process runs. The process must have the recorded start time and write its
+        output to this member's log, because the file alone could name another process."""
         try:
             pid, started = map(int, self.process.read_text(encoding="utf-8").split())
             if started_at(pid) != started:
@@ -96,8 +97,8 @@ class MemberFolder:
         return pid if output in (log, f"{log}{_DELETED}") else None
 
     def keep(self, about: MemberRecord, pid: int) -> None:
-        """Write all files again if they were removed: some systems remove all files in memory of a user who logs out.
-        Raises `OSError`."""
+        """Write all files again if they were removed: some systems remove a user's files in memory when the user logs
+        out. Raises `OSError`."""
         if not (self.path / "about").exists():
             self.write(about)
         for path in (self.messages, self.log):
@@ -113,12 +114,12 @@ class MemberFolder:
 
 
 class FileTail:
-    """Reads appended data of a file. `bounded`: the file is truncated when it gets large."""
+    """Reads data that is appended to a file. `bounded`: truncate the file when it gets large."""
 
     max_log_bytes = 16 * 2**20
     """Once this much of a log has been read, the file is truncated."""
     max_line = 64 * 1024
-    """Bytes; longer lines come in pieces."""
+    """Maximum bytes of a line; longer lines are divided."""
 
     def __init__(self, path: Path, *, bounded: bool = False) -> None:
         """Raises `OSError`."""

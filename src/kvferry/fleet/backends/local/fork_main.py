@@ -2,7 +2,7 @@
 
 python -m kvferry.fleet.backends.local.fork_main DESCRIPTOR      the descriptor of its end of the controller's socket
 
-It has one thread and runs no operation of torch. So a child begins as a new process does: with its own session,
+It has one thread and runs no operation of torch. So a child begins like a new process: with its own session,
 environment, cores, standard streams and signals, and no other descriptor. The controller's side and the messages are in
 `fork_server`.
 """
@@ -45,12 +45,12 @@ def main(descriptor: int) -> int:
     """Fork until the controller closes its end. Returns in each child too, with the exit code of its command."""
     setproctitle.setproctitle("kvferry: instances are forked from this process")
     with without_collections():  # a collection in a child would copy what they share
-        resolve(RUN_INSTANCE)  # and with it all that an instance imports
+        resolve(RUN_INSTANCE)  # this imports everything that an instance imports
     if len(list(Path("/proc/self/task").iterdir())) != 1:
         return 1  # a lock that another thread holds would stay locked in a child forever
     child = _Forks(descriptor).run()
     if child is None:
-        os._exit(0)  # destroying 350,000 objects one by one would take longer than all of its work
+        os._exit(0)  # destroying 350,000 objects one by one would take longer than the child's work
     return _run(child)
 
 
@@ -63,14 +63,14 @@ class _Child:
 
 
 class _Forks:
-    """The controller's socket, and the requests that come over it."""
+    """The controller's socket, and the requests that arrive on it."""
 
     def __init__(self, descriptor: int) -> None:
         self._controller = Pipe(descriptor, ForkRequest)
 
     def run(self) -> _Child | None:
-        """Returns in each child, which no longer has the socket; in this process, returns None when the controller is
-        done."""
+        """Returns the request in each child, which no longer has the socket. In this process, returns None when the
+        controller has closed its end."""
         self._controller.send(Imported())
         while True:
             try:
@@ -114,9 +114,9 @@ class _Forks:
 
 
 def _detach(intermediate_pid: int, request: ForkRequest, log: int) -> None:
-    """Take a session and standard streams of its own; if the request asks for it, end with the controller."""
+    """Get its own session and standard streams and, if the request says so, end with the controller."""
     os.setsid()
-    os.dup2(log, 1)  # before the next line: the controller knows the process by where it writes
+    os.dup2(log, 1)  # before the next line, because the controller recognises the process by its log
     os.dup2(log, 2)
     os.close(log)  # standard input is inherited from the process that forks, and is empty
     write_process(request.process)

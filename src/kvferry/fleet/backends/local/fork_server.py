@@ -1,7 +1,7 @@
 """Forks instances from one process that has imported torch and transformers for all of them.
 
-These imports are most of the CPU time that an instance takes to start, and the same in each. A fleet pays for them
-once, and an instance that died is restarted in a moment. `fork_main` is the process; it is started with the first
+These imports are most of the CPU time that an instance takes to start, and the same in each. So a fleet needs this time
+only once, and an instance that has died restarts quickly. `fork_main` is the process; it is started with the first
 instance, and ends with the controller. Each instance becomes a child of the controller, which is their subreaper. They
 continue when the forking process dies, and the next fork starts another one. If forking would not be sound (with CUDA,
 whose state a child cannot inherit, or when a library starts threads on import), each instance is started as a new
@@ -46,12 +46,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass
 class ForkTimes:
-    """Seconds that the forking process is waited for."""
+    """Maximum seconds to wait for the forking process."""
 
     end_s: float = 5.0
     fork_s: float = 10.0
     import_s: float = 120.0
-    """For its imports; then instances are started without them."""
+    """For its imports. After this time, instances are started without it."""
 
 
 class ForkServer:
@@ -66,8 +66,8 @@ class ForkServer:
         cuda_device: Path = Path(CUDA_DEVICE),
         times: ForkTimes | None = None,
     ) -> None:
-        """`is_tied`: processes that are forked end with this one. `program`: the command of the forking process.
-        `cuda_device`: where it exists, nothing is forked."""
+        """`is_tied`: forked processes end with this one. `program`: the command of the forking process. `cuda_device`:
+        a path; if it exists, nothing is forked."""
         self._is_tied, self.program, self.times = is_tied, program, times or ForkTimes()
         self._is_enabled = not cuda_device.exists()
         self._is_closed = False
@@ -104,7 +104,7 @@ class ForkServer:
             return await server.fork(request, log, ready)
         except TimeoutError:
             logger.warning("the process that forks instances has hung; starting an instance without it")
-            server.kill()  # or it might fork later, and the child would claim to be this member
+            server.kill()  # otherwise it might fork later, and the child would take this member's place
             return None
 
     async def _running(self, environment: Mapping[str, str]) -> _Server | None:
@@ -114,7 +114,7 @@ class ForkServer:
             self._server = None
         if self._server is None and self._is_enabled:
             self._server = _Server.start(environment, self.program, self.times)
-            if self._is_closed:  # closed meanwhile, when there was nothing to close yet
+            if self._is_closed:  # closed during the start
                 await self._server.close()
         if self._server is not None and not await self._server.has_imported():
             logger.debug("instances are not forked, as what they import cannot be imported once for all of them")
@@ -153,7 +153,8 @@ class _Server:
 
     @classmethod
     def start(cls, environment: Mapping[str, str], program: Sequence[str], times: ForkTimes) -> _Server:
-        """Start it, or take the one that was started early; it can be used once `has_imported` returns True."""
+        """Start the process, or take the one that was started early. It can be used once `has_imported` returns
+        True."""
         pid, ours = take_early_fork_process() or start_fork_process(environment, program)
         try:
             process = ChildProcess(pid)
@@ -255,7 +256,7 @@ class _Server:
             os.kill(pid, signal.SIGKILL)
             _fail(answer, error)
             return
-        if answer.done():  # its caller waits no more, and would not end it
+        if answer.done():  # its caller no longer waits, and would not end it
             child.kill()
         else:
             answer.set_result(child)

@@ -2,8 +2,8 @@
 executes the member's program.
 
 Run as a script in the new process, before anything else: what it sets survives `exec`. So the controller runs no Python
-between `fork` and `exec`, which may deadlock in a process with threads. It imports nothing of kvferry, so that it costs
-a few milliseconds.
+between `fork` and `exec`, which could deadlock in a process with threads. This script imports nothing of kvferry, so
+that it takes only a few milliseconds.
 
     python launcher.py CONTROLLER_PID CORES LEASH FILE -- COMMAND…      CORES: 0,1,2 or "-" for all
 
@@ -33,7 +33,7 @@ def launch_command(command: Sequence[str], cores: Sequence[int], leash: str, pro
 
 
 def main(arguments: list[str]) -> None:
-    """Does not return: the process becomes another program, or ends."""
+    """Become a member. Does not return: the process becomes another program, or ends."""
     controller, cores, leash, process, separator, *command = arguments
     if separator != "--" or not command:
         sys.exit("launcher: expected CONTROLLER_PID CORES LEASH FILE -- COMMAND…")
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
 
 
 def write_process(path: str) -> None:
-    """Write the number and the start time of this process, which together name it."""
+    """Write the number and the start time of this process, which together identify it."""
     stat = os.open("/proc/self/stat", os.O_RDONLY)
     started = os.read(stat, 4096).rpartition(b")")[2].split()[19].decode()
     os.close(stat)

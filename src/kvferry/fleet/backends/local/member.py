@@ -1,4 +1,4 @@
-"""One member on this machine while a controller runs: reads its messages and its log, and notices its end."""
+"""One member on this machine, while a controller runs: reads its messages and its log, and detects its end."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _LOOK_STARTING_S, _LOOK_SERVING_S = 0.02, 0.2
 
 
 class LocalMember:
-    """Owns the process, once it is known, and the reading ends of the member's files. `changed` is called when its
-    state changes. `watch` runs until it has ended."""
+    """Owns the process, once it is known, and the reading ends of the member's files. `changed`: called when its state
+    changes. `watch` runs until the member has ended."""
 
     killed_s = 5.0
-    """Seconds to wait for a killed process to end."""
+    """Maximum seconds to wait for the end of a killed process."""
     drain_s = 1.0
-    """Seconds that the rest of its process group may take to finish after its end."""
+    """Seconds in which the rest of its process group must finish after its end."""
     keep_every_s = 2.0
     """Seconds between checks that its folder still exists."""
     ask_every_s = 0.25
@@ -51,7 +51,7 @@ class LocalMember:
         self.ended: Ended | None = None
         self.is_stopping = False
         self.settled = asyncio.Event()
-        """Set once it has a process, or will never have one."""
+        """Set once the member has a process, or is known to get none."""
         self.gone = asyncio.Event()
         """Set when none of its processes runs any more."""
         self._log_tail = LogTail()
@@ -94,7 +94,7 @@ class LocalMember:
             logger.warning("the next controller will not know that %s is %s: %s", self.about.name, changes, error)
 
     def set_process(self, child: ChildProcess | None) -> None:
-        """Set its process; None: it will never have one, or has none any more."""
+        """Set its process; None: it gets none, or has none any more."""
         self.child = child
         if child is None:
             self.gone.set()
@@ -112,7 +112,7 @@ class LocalMember:
         except ProtocolError as error:
             self.ended = Ended(f"its start messages cannot be read: {error}")
         except Exception:
-            # The edge: neither one member's output nor its display may keep the others from being watched.
+            # Any error in one member's output or display ends only the watch of this member.
             logger.exception("what %s writes cannot be read; it is ended", self.about.name)
             self.ended = self.ended or Ended("what it wrote could not be read")
         child.kill()
@@ -128,7 +128,7 @@ class LocalMember:
         while not await child.wait(_LOOK_SERVING_S if self._is_serving else _LOOK_STARTING_S):
             self._read()
             if loop.time() >= keeps_at:
-                with suppress(OSError):  # no room, or it has just ended
+                with suppress(OSError):  # no free descriptor, or it has just ended
                     self.folder.keep(self.about, child.pid)
                 keeps_at = loop.time() + self.keep_every_s
             if self.about.is_foreign and not self._is_serving and loop.time() >= asks_at:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from kvferry.fleet.backends.local.launcher import launch_command
 
 MEMBERS_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Variables with which a library starts no thread on import: a process with one cannot be forked from."""
+"""Variables that prevent libraries from starting threads on import: a process with several threads cannot be forked."""
 FORK_PROGRAM = (sys.executable, "-m", "kvferry.fleet.backends.local.fork_main")
 CUDA_DEVICE = "/dev/nvidiactl"
 _early: list[tuple[int, socket.socket]] = []
@@ -74,7 +74,7 @@ def start_fork_process_early(arguments: Sequence[str], cuda_device: str = CUDA_D
     try:
         _early.append(start_fork_process(inherited))
     except OSError:
-        return  # it is started when it is needed, and the error is told then
+        return  # it is started when it is needed, and the error is reported then
 
 
 def take_early_fork_process() -> tuple[int, socket.socket] | None:
@@ -83,7 +83,7 @@ def take_early_fork_process() -> tuple[int, socket.socket] | None:
 
 
 def discard_early_fork_process() -> None:
-    """End it, as it will not be needed."""
+    """End it, because it will not be needed."""
     for pid, ours in _early:
         ours.close()
         os.kill(pid, 9)

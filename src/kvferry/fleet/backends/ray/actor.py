@@ -67,7 +67,7 @@ _ANY = ("0.0.0.0", "::")
 
 _ROUTERS = "routers-"
 _NEW_S = 60.0
-"""A folder of routers that is younger may be about to be used."""
+"""Age in seconds up to which a folder of routers may be new, and about to be used."""
 
 
 class MemberActor:
@@ -75,11 +75,11 @@ class MemberActor:
 
     max_events = 1000
     stopped_s = 15.0
-    """Seconds that the ranks of a member may take to end with it."""
+    """Maximum seconds in which the ranks of a member end with it."""
     rank_lost_s = 10.0
-    """Seconds that a member may take to end by itself, with its own reason, when one of its ranks has ended."""
+    """Seconds in which a member may end by itself, with its own reason, after one of its ranks has ended."""
     news_s = 30.0
-    """Seconds that `news` waits for a change."""
+    """Maximum seconds for which `news` waits for a change."""
     ordered_s = 240.0
     """Seconds after its start within which an actor must get its order: a controller that died in between never sends
     it. Decoding the order imports the recipe, which takes a minute on a machine without idle cores."""
@@ -106,7 +106,7 @@ class MemberActor:
         self._changed = asyncio.Event()
 
     async def begin(self, order: Order) -> None:
-        """Start the member. If that is impossible, it counts as ended."""
+        """Start the member. If this fails, the member counts as ended."""
         self._unordered.cancel()
         self._order = order
         self._verifier = Verifier(order.token, order.member.name)
@@ -255,7 +255,7 @@ class MemberActor:
         if self._lost_rank_reason:
             seen = replace(seen, reason=self._lost_rank_reason, is_misconfigured=self._has_wrong_rank)
         url = reachable(seen.url, node_address())
-        # A node that hangs as soon as a member serves must be detected too: its health is checked from then on.
+        # The member's health is checked from now on, so that a node that hangs at once is detected too.
         return replace(seen, url=url, health_url=seen.health_url or url)
 
 
@@ -301,7 +301,7 @@ def root_folder() -> Path:
 
 
 def _own_name() -> str:
-    """A name of this process that stays unique when its process id is used again."""
+    """A name of this process that is unique even if its process id is used again."""
     return f"{os.getpid()}-{started_at(os.getpid())}"
 
 
@@ -409,7 +409,7 @@ class _RankActors:
         await self._lost(f"rank {order.rank}: {reason}", is_misconfigured)
 
     async def _follow(self, actor: Any, rank: int) -> tuple[str, bool]:
-        """Receive the rank's updates until it ends; returns the reason, and True if its settings are wrong."""
+        """Receive the rank's updates until it ends. Returns the reason, and True if its settings are wrong."""
         number = -1
         while True:
             try:

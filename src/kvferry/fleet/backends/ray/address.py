@@ -1,7 +1,7 @@
 """The sockets on which the routers of a fleet accept connections. The actors of all routers of one node hold them: the
 first actor binds them, and sends them to later ones.
 
-So a connection that comes while one router dies waits for another one, as on one machine, and the address lasts for as
+So a connection that arrives while one router dies waits for another router, as on one machine. The address exists as
 long as one of these actors does.
 """
 
@@ -20,7 +20,7 @@ from kvferry.http.server.listen import reserve, start_listening
 
 _SUFFIX = ".sock"
 _ASK_S = 2.0
-"""Seconds that another actor may take to send the sockets."""
+"""Maximum seconds in which another actor sends the sockets."""
 
 
 class SharedAddress:

@@ -63,7 +63,7 @@ class RayMember:
         self.has_begun = False
         """True if its actor is placed, and has its order."""
         self.is_lost = False
-        """True if its actor is no more."""
+        """True if its actor is gone."""
         self.begun, self.forgotten = asyncio.Event(), asyncio.Event()
         self.last_news = -1
         self.assigned: MemberRole | None = None
@@ -76,14 +76,14 @@ class RayBackend(FleetBackend):
     look_s = 5.0
     """Seconds between two checks that Ray's control service answers."""
     silent_s = 50.0
-    """Further seconds that a silent actor of an earlier controller may take to answer, before it is ended."""
+    """Further seconds in which a silent actor of an earlier controller must answer, before it is ended."""
     gone_s = 3.0
     """Seconds without a reply from an actor and from its member, which has served, before both count as lost. Ray takes
     longer to report a lost node."""
     hurried_s = 3.0
-    """The same where there is no grace."""
+    """The same if there is no grace period."""
     killed_s = 10.0
-    """Seconds beyond the grace that an actor may take to report that its member is gone."""
+    """Seconds after the grace period in which an actor must report that its member is gone."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -97,7 +97,7 @@ class RayBackend(FleetBackend):
         """Handles of actors that could not be ended yet."""
         self._is_connected = False
         self._own = "" if context.outlives else f".{entropy.token_hex(4)}"
-        """Part of the namespace of actors that no later controller is to find."""
+        """Part of the namespace of actors that later controllers must not find."""
 
     num_routers = ROUTERS
     """As many routers as one machine has: they share an address on the controller's node."""
@@ -112,7 +112,9 @@ class RayBackend(FleetBackend):
         _require_ranks(fleet)
         self.context.make_recipe(fleet)
         self._fleet = fleet
-        if self.leadership is None and self.context.outlives:  # other members belong to this process alone
+        if (
+            self.leadership is None and self.context.outlives
+        ):  # members that do not outlive this process belong to it alone
             namespace, me = f"{self._namespace}/controller", controller_name(self.context.folder)
             self.leadership = RayLeadership("lease", namespace, me, connect=self._connect)
 
@@ -233,7 +235,7 @@ class RayBackend(FleetBackend):
                 await answer(member.actor.assign.remote(role), _ASK_S)
 
     async def close(self) -> None:
-        """Members continue if they outlive this process; otherwise the remaining ones are ended now."""
+        """End the remaining members, unless they outlive this process."""
         if not self._is_connected:
             return
         if self.context.outlives:
@@ -310,7 +312,7 @@ class RayBackend(FleetBackend):
         except (RayError, TimeoutError) as error:
             self._member_gone(member, _why(error))
         except Exception as error:
-            # The edge: no reply of one actor may keep the others from being supervised.
+            # Any error in a reply of one actor ends only the supervision of this actor.
             logger.exception("what the actor of %s answers is not understood", member.view.name)
             self._member_gone(member, f"its actor answers {type(error).__name__}: {error}")
 
@@ -429,7 +431,7 @@ class RayBackend(FleetBackend):
         except AuthenticationFailed as error:
             raise ConfigError(f"the actor {name} of a fleet {self._fleet.name} is another's: {error}") from error
         view = who.news.member
-        if view.name in self._members:  # it did not answer, and another one has its name by now
+        if view.name in self._members:  # it did not answer, and another actor has its name now
             await self._kill(actor)
             return
         member = self._members[view.name] = RayMember(actor, view, who.number, who.bundle)
@@ -495,7 +497,7 @@ def _group_key(member: Member | MemberSpec) -> str:
 
 
 def _why(error: Exception) -> str:
-    """The reason why a member is no more, in few words."""
+    """The reason why a member is gone, in few words."""
     text = str(error)
     if not isinstance(error, ActorDiedError):
         return text.strip().splitlines()[-1] if text.strip() else type(error).__name__

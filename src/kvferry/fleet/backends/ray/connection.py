@@ -30,11 +30,12 @@ Result = TypeVar("Result")
 
 
 class RayConnection:
-    """Shared by all backends of the process; the last one closes it. A connection from before stays."""
+    """The connection that all backends of the process share; the last one closes it. A connection that existed before
+    stays open."""
 
     shutdown_s = 10.0
     start_s = 120.0
-    """Limit for the start of a cluster on this machine, which takes some seconds where cores are free."""
+    """Maximum seconds for the start of a cluster on this machine. It takes a few seconds if cores are free."""
     connect_s = 30.0
 
     _num_users, _is_ours = 0, False
@@ -45,8 +46,8 @@ class RayConnection:
 
     @classmethod
     async def open(cls, address: str, namespace: str, *, own_cpus: int | None = None) -> None:
-        """Connect, or use the connection that is there. `own_cpus`: if no address is named and no cluster is there,
-        start one on this machine, with as many logical CPUs, which ends with the connection. Raises `ConfigError`."""
+        """Connect, or use an existing connection. `own_cpus`: if no address is set and there is no cluster, start one
+        on this machine with this number of logical CPUs. It ends with the connection. Raises `ConfigError`."""
         if not ray.is_initialized():
             is_named = bool(address or os.environ.get("RAY_ADDRESS"))
             await cls._connect(address, namespace, None if is_named else own_cpus)
@@ -100,8 +101,8 @@ async def _init(
 
 
 def _restore_handler(number: int) -> None:
-    """Handle a signal as before. Ray has put itself in front of the handler: it would write a stack, call the handler,
-    and abort the process three seconds later, in the middle of its shutdown."""
+    """Restore the handler of a signal. Ray has replaced it by its own, which would write a stack trace, call the former
+    handler, and abort the process three seconds later, during its shutdown."""
     if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(number)) is not None:
         signal.signal(number, handler)
         signal.siginterrupt(number, False)

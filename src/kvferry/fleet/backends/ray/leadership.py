@@ -1,7 +1,7 @@
 """Leadership of a fleet by a named actor of Ray.
 
-The actor is on the node of Ray's control service, whose loss ends the cluster. If it is killed, two controllers may act
-until the first one's lease ends by its own clock.
+The actor is on the node of Ray's control service, whose loss ends the cluster. If the actor is killed, two controllers
+may lead until the lease of the first one ends by its own clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvferry.fleet.backends.ray.priority import reset_priority
 from kvferry.fleet.control.leadership import TAKEN_S, LeadershipUnknown, TimedLeadership
 
 _START_S, _ASK_S = 30.0, 5.0
-"""Seconds that the actor may take to start, and to answer."""
+"""Maximum seconds in which the actor starts, and in which it answers."""
 _HEAD = "node:__internal_head__"
 
 
@@ -84,7 +84,7 @@ class RayLeadership(TimedLeadership):
         return self.is_held
 
     async def renew(self) -> None:
-        """Acquire it again, if it is still held."""
+        """Renew the lease, if it is still held."""
         if self.is_held:
             await self.try_acquire()
 
@@ -97,7 +97,7 @@ class RayLeadership(TimedLeadership):
                 await answer(self._actor.give_up.remote(self._me), _ASK_S)
 
     async def remove(self) -> None:
-        """End the actor, as the fleet has ended."""
+        """End the actor, because the fleet has ended."""
         await self._stop()
         if self._actor is not None:
             actor, self._actor = self._actor, None

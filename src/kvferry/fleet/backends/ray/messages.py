@@ -48,8 +48,8 @@ MemberEvent = LogLine | MemberProgress
 
 @dataclass(frozen=True)
 class MemberUpdate:
-    """`member`: as it is now. `events`: its events since, oldest first; some are left out if there were many.
-    `number`: what to ask with the next time."""
+    """`member`: its present state. `events`: its events since the last update, oldest first; some are left out if there
+    were many. `number`: the number with which to request the next update."""
 
     member: Member
     events: tuple[MemberEvent, ...]

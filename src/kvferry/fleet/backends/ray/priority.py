@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def reset_priority() -> None:
-    """Give all threads of this process, and what they start, the priority that processes have. At a low one, an actor
-    would hardly run on a node whose members compute, and would count as lost. Without the permission it stays as it
-    is."""
+    """Give all threads of this process, and the processes that they start, the normal priority. With a low priority, an
+    actor would hardly run on a node whose members compute, and would count as lost. Without the permission, the
+    priority stays as it is."""
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # also of a thread that has just ended
+        with suppress(OSError):  # for example, the thread has just ended
             os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)

@@ -12,7 +12,8 @@ import msgspec
 from kvferry.core.errors import ConfigError
 
 ANSWER_S = 60.0
-"""Max seconds for a Python to answer what is in it: a second, but on busy machines and slow disks."""
+"""Maximum seconds in which a Python reports its packages. It takes about a second, and longer on busy machines and slow
+disks."""
 _QUESTION = r"""
 import json, pathlib, re
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -53,9 +54,9 @@ class _Found(msgspec.Struct):
 
 @dataclass(frozen=True)
 class VllmEnvironment:
-    """A Python with vLLM. `has_kvferry`: kvferry's plugin is installed there; `on_cpu`: vLLM is built for CPUs;
-    `lacks`: libraries of connectors that are not there; `connectors`: the names that vLLM itself has, empty if others
-    may add to them."""
+    """A Python with vLLM. `has_kvferry`: True if kvferry's plugin is installed in it; `on_cpu`: True if vLLM is built
+    for CPUs; `lacks`: libraries of connectors that are not installed; `connectors`: names of vLLM's own connectors,
+    empty if other packages may add connectors."""
 
     python: str
     version: str
@@ -82,8 +83,8 @@ def find_vllm(python: str | None, within_s: float = ANSWER_S) -> VllmEnvironment
 
 
 def require_module(python: str, module: str, named_by: str = "kv_connector_module_path") -> None:
-    """Raise `ConfigError` if an environment has no such module: vLLM would say so after it has loaded the model. The
-    packages that it is in are imported there. `named_by`: the setting that needs it."""
+    """Raise `ConfigError` if an environment lacks a module: vLLM itself would fail only after it has loaded the model.
+    This imports the packages of the module in that environment. `named_by`: the setting that needs the module."""
     question = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
     try:
         done = subprocess.run(

@@ -1,5 +1,5 @@
-"""`--max-model-len` of vLLM's servers, compared with the model's configuration: vLLM itself says what is wrong with it
-after it has been imported, and in several processes, which takes most of a minute."""
+"""Compares `--max-model-len` of vLLM's servers with the model's configuration. vLLM itself reports an error only after
+it has been imported in several processes, which takes almost a minute."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LIMITS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
     "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
-"""Where models' configurations have the most tokens of a sequence."""
+"""Keys of models' configurations with the maximum number of tokens of a sequence."""
 
 
 def require_length(arguments: Sequence[str], model: str) -> None:
-    """Raise `ConfigError` for a `--max-model-len` among vLLM's `arguments` that vLLM cannot read, or that is beyond
-    what the configuration in the folder `model` allows, with whatever scaling of positions it names."""
+    """Raise `ConfigError` for a `--max-model-len` among vLLM's `arguments` that vLLM cannot read, or that is more than
+    the configuration in the folder `model` allows, with its scaling of positions."""
     text = _value_of(arguments)
     if text is None or text.strip().lower() in ("-1", "auto"):
         return
@@ -43,7 +43,7 @@ def require_length(arguments: Sequence[str], model: str) -> None:
 
 
 def _value_of(arguments: Sequence[str]) -> str | None:
-    """Value of the last flag of several."""
+    """Value of a flag; if it is repeated, the last value."""
     value = None
     for index, argument in enumerate(arguments):
         name, has_value, text = argument.partition("=")
@@ -53,7 +53,7 @@ def _value_of(arguments: Sequence[str]) -> str | None:
 
 
 def _limit_of(folder: Path) -> float | None:
-    """The most tokens of a sequence; None if the configuration does not say, or is not here to be read."""
+    """Maximum number of tokens of a sequence; None: the configuration does not contain it, or cannot be read."""
     try:
         config = msgspec.json.decode(read_whole(folder / "config.json"))
     except (OSError, ConfigError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -65,7 +65,7 @@ def _limit_of(folder: Path) -> float | None:
 
 
 def _factors(config: Mapping[str, Any]) -> Iterator[float]:
-    """By how much positions are scaled, of all kinds of layers."""
+    """The factor by which positions are scaled, over all kinds of layers."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = config.get(name)
         for part in (scaling, *_values(scaling)):

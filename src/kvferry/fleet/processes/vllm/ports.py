@@ -23,7 +23,7 @@ SPACING = 16
 
 _CANDIDATES = random.sample(range(_FIRST, _LAST, SPACING), len(range(_FIRST, _LAST, SPACING)))
 _in_turn = itertools.cycle(_CANDIDATES)
-"""A port that was given out comes up again only after all others: its program may not listen on it yet."""
+"""A port that was returned is returned again only after all others, because its program may not listen on it yet."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

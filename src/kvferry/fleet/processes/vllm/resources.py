@@ -1,5 +1,5 @@
-"""Divides what one vLLM server would take all of among the servers of one machine: memory on CPUs, devices with
-GPUs."""
+"""Divides resources of a machine among its vLLM servers, each of which would otherwise take all: memory on CPUs,
+devices with GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.core.host.machine import usable_memory
 _MEMORY_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _MEMORY_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _MAX_BYTES = 4 * 2**30
-"""Most KV cache that a server gets by default: vLLM allocates and zeroes it at once."""
+"""Maximum bytes of KV cache that a server gets by default: vLLM allocates and zeroes it at its start."""
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable with the GPUs that a process may use."""
 
@@ -31,7 +31,7 @@ def cpu_memory_arguments(arguments: Sequence[str], num_instances: int) -> list[s
 
 
 def device_variables(index: int, num_instances: int) -> dict[str, str]:
-    """The GPUs of server `index`; all of them for a single server. Never run on a machine with GPUs."""
+    """The GPUs of server `index`; all of them for a single server. Has not yet been run on a machine with GPUs."""
     devices = visible_devices(os.environ)
     if num_instances < 2 or not devices:
         return {}
@@ -39,8 +39,8 @@ def device_variables(index: int, num_instances: int) -> dict[str, str]:
 
 
 def share_devices(devices: Sequence[str], index: int, num_instances: int) -> Sequence[str]:
-    """The same number of neighbouring devices for each; one each, in turn, if there are fewer devices than
-    instances. Instances beyond `num_instances`, as in a roll, share the devices of the first ones."""
+    """Each instance gets the same number of neighbouring devices; if there are fewer devices than instances, each gets
+    one, in turn. Instances beyond `num_instances`, as in a roll, share the devices of the first ones."""
     each = len(devices) // num_instances
     if not each:
         return [devices[index % len(devices)]]
@@ -49,8 +49,8 @@ def share_devices(devices: Sequence[str], index: int, num_instances: int) -> Seq
 
 
 def own_devices_first(index: int, num_instances: int) -> dict[str, str]:
-    """All GPUs, for an instance that computes on the first ones: its own, then the others, which it must see to read
-    their memory. Never run on a machine with several GPUs."""
+    """All GPUs, for an instance that computes on the first ones: first its own, then the others, which it must see to
+    read their memory. Has not yet been run on a machine with several GPUs."""
     devices = visible_devices(os.environ)
     if num_instances < 2 or len(devices) < 2:
         return {}

@@ -1,4 +1,4 @@
-"""A Helm chart of a fleet, written by what writes its manifests."""
+"""A Helm chart of a fleet, made by the same code as its manifests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
 
 def write_chart(fleet: DesiredFleet, folder: Path, render: Callable[[Values], list[Object]]) -> list[Path]:
-    """Write the chart of what `render` gives into `folder`; returns its files. Raises `ConfigError` and `OSError`."""
+    """Write the objects of `render` as a chart into `folder`. Returns the files. Raises `ConfigError` and `OSError`."""
     values = Values(chart=True)
     objects = render(values)
     files = {

@@ -1,6 +1,6 @@
 """The controller of a fleet with `[scale]` as objects of Kubernetes: it sets the replicas of the fleet's workloads.
 
-It follows its spec, which is a ConfigMap. Its account may scale the workloads of its own fleet, and nothing else.
+It reads its spec from a ConfigMap. Its account may only scale the workloads of its own fleet.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def controller_name(fleet: DesiredFleet) -> str:
 
 
 def spec_text(fleet: DesiredFleet, values: Values) -> str:
-    """The spec as the file that a controller in the cluster follows."""
+    """The spec as a file for a controller in the cluster."""
     table = to_table(fleet)
     kubernetes = table["backend"]["kubernetes"]
-    kubernetes.pop("context", None)  # within the cluster, the account of the pod counts
+    kubernetes.pop("context", None)  # within the cluster, the pod's account is used
     kubernetes["image"] = values.value("image", kubernetes_of(fleet).image)
     kubernetes["namespace"] = values.namespace(kubernetes_of(fleet).namespace)
     for role, spec in fleet.role.items():

@@ -117,11 +117,11 @@ class Pods:
         container["args"] = self._values.value("arguments.router", arguments)
         container["ports"] = [{"name": "http", "containerPort": HTTP_PORT}]
         container |= {
-            # It listens; it has an instance that answers; its process still answers for itself.
+            # Startup: it listens. Readiness: an instance answers. Liveness: its process answers.
             "startupProbe": {"tcpSocket": {"port": "http"}, "periodSeconds": 1, "failureThreshold": 60},
             "readinessProbe": _http("/health", period_s=2, failures=2),
             "livenessProbe": _http("/kvferry/challenge?nonce=alive", period_s=10, failures=6),
-            # Until its address has gone from the Service's endpoints, clients still come.
+            # Clients connect until its address is removed from the Service's endpoints.
             "lifecycle": {"preStop": {"sleep": {"seconds": 5}}},
         }
         template = self._template("router", container, unit)
@@ -129,8 +129,8 @@ class Pods:
         return template
 
     def controller(self, name: str, routers: Sequence[str]) -> Object:
-        """The template of the controller's pods, which decides the counts of a fleet with `[scale]`. `name`: of the
-        ConfigMap with the fleet's file, and of the account that may scale its workloads."""
+        """The template of the controller's pods, which decides the counts of a fleet with `[scale]`. `name`: name of
+        the ConfigMap with the fleet's file, and of the account that may scale its workloads."""
         assert self._fleet.scale is not None
         container = self._container("controller")
         patch = [] if self._fleet.scale.recommend else ["--patch-replicas"]
@@ -138,7 +138,7 @@ class Pods:
         container["command"] = [*command, *(f"--router={url}" for url in routers)]
         container["volumeMounts"].append({"name": "spec", "mountPath": _SPEC_FOLDER, "readOnly": True})
         container["env"].append({"name": STATE_DIR, "value": _STATE_FOLDER})
-        # It listens nowhere, but keeps writing to the lock of its ledger.
+        # It does not listen, but writes to the lock file of its ledger periodically.
         lock = f"{_STATE_FOLDER}/fleets/recommended/{self._fleet.name}/controller.lock"
         minutes = f"-mmin -{self.lock_age_s // 60}"
         container["livenessProbe"] = {
@@ -180,7 +180,7 @@ class Pods:
         return [*arguments, "--engine=vllm", *python, "--", *_vllm_arguments(self._fleet, role, host)]
 
     def _instance_probes(self) -> Object:
-        """Probes: it has loaded its model; it serves now; its process still answers."""
+        """Probes. Startup: it has loaded its model. Readiness: it serves. Liveness: its process answers."""
         start_s = int(seconds(self._fleet.failure.start))
         return {
             "startupProbe": _http("/health", period_s=5, failures=max(1, start_s // 5)),
@@ -201,11 +201,11 @@ class Pods:
         pod, kubernetes, values = pod_of(self._fleet, role), self._kubernetes, self._values
         capabilities: Object = {"drop": ["ALL"]}
         if any("rdma" in name for name in pod.limits):
-            capabilities["add"] = ["IPC_LOCK"]  # RDMA registers memory that must stay where it is
+            capabilities["add"] = ["IPC_LOCK"]  # RDMA registers memory, which must not be swapped or moved
         resources = {"requests": dict(pod.requests), "limits": dict(pod.limits)}
         token = {"secretKeyRef": {"name": token_secret(self._fleet), "key": "token"}}
         more = {"HOME": "/cache", "HF_HOME": "/models", **kubernetes.environment}
-        if role == "controller":  # which takes no setting of its fleet from its environment
+        if role == "controller":  # the controller takes no settings of its fleet from its environment
             more = {name: value for name, value in more.items() if name not in flag_variables()}
         secrets = {name: where.partition("/") for name, where in sorted(pod.secrets.items())}
         return {
@@ -271,7 +271,8 @@ class Pods:
         return {"metadata": {"labels": labels_of(self._fleet, role, unit)}, "spec": spec}
 
     def _placed(self, template: Object, unit: int | None) -> Object:
-        """The template, with the members of one unit placed together or apart, as its `place` says."""
+        """The template, with affinities that place the members of one unit together or on different nodes, as its
+        `place` says."""
         if unit is None or self._fleet.unit is None:
             return template
         term: Object = {"labelSelector": {"matchLabels": labels_of(self._fleet, unit=unit)}}

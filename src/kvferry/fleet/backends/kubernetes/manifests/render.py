@@ -35,12 +35,12 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet, Role, seconds
 _MONITOR = "monitoring.coreos.com/v1"
 _VOLCANO, _SCHEDULING = "scheduling.volcano.sh/v1beta1", "scheduling.k8s.io/v1beta1"
 _PROMETHEUS = {"app.kubernetes.io/name": "prometheus"}
-"""The label of Prometheus' pods, by its operator."""
+"""The label that Prometheus' operator gives to Prometheus' pods."""
 
 
 def render(fleet: DesiredFleet, values: Values, token: str = "") -> list[Object]:
     """All objects of a fleet. `token`: KVFERRY_AUTH_TOKEN for the Secret, which is left out without it. Raises
-    `ConfigError` for a fleet that cannot be pods."""
+    `ConfigError` for a fleet that cannot run as pods."""
     check(fleet)
     return [*_Rendering(fleet, values).objects(token)]
 
@@ -210,7 +210,8 @@ class _Rendering:
         return {} if self._is_scaled else {"replicas": self._values.value(f"replicas.{role}", part.counts[role])}
 
     def _pod_group(self, part: _Part) -> Object:
-        """All instances of a part start together or not at all; those that a roll starts later join them."""
+        """A pod group: all instances of a part start together or not at all. Instances that a roll starts later join
+        the group."""
         counts = dict(part.counts)
         if self._is_scaled:
             counts = {role: max(1, self._fleet.role[role].min) for role in counts}
@@ -233,13 +234,14 @@ class _Rendering:
         return self._object("v1", "Service", name, spec)
 
     def _disruption_budgets(self) -> Iterator[Object]:
-        """Budgets that let one pod of each role at a time be moved off its node."""
+        """Disruption budgets, which allow the eviction of one pod of each role at a time."""
         for role in member_roles(self._fleet):
             spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels_of(self._fleet, role)}}
             yield self._object("policy/v1", "PodDisruptionBudget", f"{self._fleet.name}-{role}", spec)
 
     def _network_policies(self) -> Iterator[Object]:
-        """Instances are reached by routers and by each other, routers by clients and instances; nothing else is."""
+        """A network policy: routers and instances may connect to instances, clients and instances to routers. Nothing
+        else is allowed."""
         fleet, http = self._fleet, [{"port": "http"}]
         router, controller = (
             {"podSelector": {"matchLabels": labels_of(fleet, component)}} for component in ("router", "controller")

@@ -48,7 +48,7 @@ class Values:
         return self._expression(f"toJson .Values.{path}")
 
     def secret(self, path: str, value: str) -> str:
-        """A value that a chart does not contain, and refuses to do without."""
+        """A value that users must set: the chart does not contain it, and fails without it."""
         if not self.chart:
             return value
         self.tree[path] = ""

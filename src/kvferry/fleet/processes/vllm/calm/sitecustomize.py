@@ -1,11 +1,11 @@
-"""With this folder first on PYTHONPATH, vLLM's processes sleep where they would yield the processor in a loop. kvferry
-starts vLLM's servers for CPUs so.
+"""With this folder first on PYTHONPATH, vLLM's processes sleep where they would otherwise yield the processor in a
+loop. kvferry starts vLLM's servers for CPUs so.
 
-Two of their threads do that for as long as a hand-off is under way: a worker that waits for its engine's next message,
-and NIXL's progress thread, whose Python API has no way to say otherwise. On Linux 6.18, a thread that yields in a loop
-can starve the other threads of its core for good: of two vLLM servers with NixlConnector and a core each, the one does
-not get to answer the other before its lease is over; on a machine with a load far above its cores, servers do not come
-up in time. Where a server has cores to spare, a message to a worker may come 50 µs later.
+Two of their threads do so during a hand-off: a worker that waits for its engine's next message, and NIXL's progress
+thread, for which NIXL's Python API has no setting. On Linux 6.18, a thread that yields in a loop can starve the other
+threads of its core for good: of two vLLM servers with NixlConnector and one core each, one does not answer the other
+before its lease ends. On a machine whose load far exceeds its cores, servers do not start in time. If a server has free
+cores, a message to a worker may arrive 50 µs later.
 
 The `sitecustomize` that Python would have found without this folder is run as well.
 """
@@ -30,7 +30,7 @@ def _sleep() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds `nixl_cu12._api` as ever, and has it changed once it is loaded."""
+    """Finds `nixl_cu12._api` as usual, and changes it once it is loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "nixl_cu12._api":
