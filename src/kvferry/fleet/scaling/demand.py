@@ -19,16 +19,16 @@ class Demand:
     """Arrivals in bins of `bin_s` seconds each, the oldest first."""
 
     max_growth: ClassVar[float] = 2.0
-    """A trend is followed up to this many times the current rate."""
+    """Maximum factor by which a trend may increase the current rate."""
     trend_s: ClassVar[float] = 180.0
-    """Seconds in which a trend is looked for; at least half of them must be known."""
+    """Seconds in which a trend is searched. At least half of them must be known."""
 
     counts: Sequence[float]
     bin_s: float
 
     @property
     def known_s(self) -> float:
-        """Seconds for which arrivals have been counted."""
+        """Number of seconds for which arrivals have been counted."""
         return len(self.counts) * self.bin_s
 
     def mean(self, for_s: float) -> float:

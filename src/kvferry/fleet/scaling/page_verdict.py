@@ -1,4 +1,5 @@
-"""The sentence of a router's page about its last requests: would another arrangement of the instances do better?"""
+"""The sentence of a router's page about its last requests: it says if another arrangement of the instances would be
+better."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from typing import Any
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 
 _DEFAULT_TTFT_S, _DEFAULT_ITL_S = 2.0, 0.05
-"""The targets where the fleet has none, as in `kvferry why`."""
+"""The targets if the fleet has none, as in `kvferry why`."""
 
 
 def judge(report: TrafficReport, views: list[dict[str, Any]], plan: FleetPlan | None) -> str:
     """The sentence of `kvferry why` about these requests; empty if too few of them have ended."""
-    from kvferry.fleet.scaling.predictor import LatencyTargets  # NumPy's linear algebra, which routers do without
+    from kvferry.fleet.scaling.predictor import (
+        LatencyTargets,
+    )  # imports NumPy's linear algebra, which routers do not need otherwise
     from kvferry.fleet.scaling.scaling_rules import Counts
     from kvferry.fleet.scaling.traffic import DecodeCapacity
     from kvferry.fleet.scaling.verdict import judge as judge_report

@@ -33,9 +33,10 @@ What = Literal["hold", "measure", "role", "start", "release", "zero", "wake", "u
 RECENT_S = 30.0
 """Seconds, or the time of a start if that is longer, whose requests also count by themselves."""
 _MIN_GAIN = 0.05
-"""Smallest gain for which as many instances are divided otherwise: predictions are off by some points."""
+"""Minimum gain for which the same number of instances is divided differently: predictions have errors of a few
+points."""
 _NEAREST = 0.005
-"""Smallest gain that is worth an instance if the goal is out of reach."""
+"""Minimum gain for which an instance is added if the goal cannot be reached."""
 
 
 class ScalingMemory(msgspec.Struct, frozen=True):
@@ -159,7 +160,7 @@ class Forecast:
 
 
 def _rank(prediction: Prediction) -> tuple[float, float]:
-    """Higher is better; if nothing is attained, a lower load is."""
+    """Sort key: higher is better; if nothing is attained, a lower load is better."""
     return round(prediction.attained, 3), -prediction.busiest
 
 
@@ -171,7 +172,7 @@ def _scale_up(
     expected: Prediction,
     now: float,
 ) -> ScalingDecision:
-    """Decide on more capacity, as the goal is not expected to be kept."""
+    """Decide on more capacity, because the goal is not expected to be kept."""
     current = memory.counts
     price = rules.price(current)
     attained = measured.attained
@@ -241,7 +242,7 @@ def _scale_down(
     if now - memory.changed_at < rules.cool_down_s or seen.draining or seen.ready != current:
         return None
     if measured.demand.known_s < rules.cool_down_s:
-        return None  # the demand before is not known
+        return None  # the earlier demand is not known
     spare = replace(rules, goal=rules.goal + (1.0 - rules.goal) / 2.0)
     cheaper = [
         each

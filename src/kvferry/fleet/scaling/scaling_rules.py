@@ -34,14 +34,14 @@ NOTHING = Counts(0, 0)
 class ScalingRules:
     """`goal`: the share of requests to be within `targets`. `min_counts`, `max_counts`: bounds of each role's
     instances; `budget`: bound of both together, weighed by `cost` (ranks of an instance). `fewest_per_decode`,
-    `most_per_decode`: bounds of the number of prefill instances for each decode instance. `aggregate`: there may be no
-    prefill instance, and decode instances do both. `overflows`: routers know the targets, and have a decode instance
-    compute a prompt that would be late from prefill. `switches`: (from, to) of roles that an instance can change while
-    it runs. `unit`: the instances of one unit, in replica mode.
+    `most_per_decode`: bounds of the number of prefill instances for each decode instance. `aggregate`: True if there
+    may be no prefill instance, so that decode instances do both phases. `overflows`: routers know the targets, and have
+    a decode instance compute a prompt that would be late from prefill. `switches`: (from, to) of roles that an instance
+    can change while it runs. `unit`: the instances of one unit, in replica mode.
 
     `cool_down_s`: seconds without a release after a change, or after requests begin to be counted. `idle_s`: seconds
-    without a request until the fleet is scaled to zero; 0: never. `least_requests`: number of requests that must be
-    known before a decision."""
+    without a request until the fleet is scaled to zero; 0: never. `least_requests`: number of requests from which on
+    decisions are made."""
 
     targets: LatencyTargets
     min_counts: Counts
@@ -97,7 +97,7 @@ class ScalingRules:
         yield from (counts for counts in every if self.allows(counts))
 
     def largest(self, candidates: Iterable[Counts]) -> list[Counts]:
-        """The counts that no others match or exceed in both roles."""
+        """The counts for which there are no other counts that are at least as large in both roles."""
         maximal: list[Counts] = []
         for counts in sorted(candidates, key=lambda counts: (counts.prefill, counts.decode), reverse=True):
             if not maximal or counts.decode > maximal[-1].decode:
@@ -115,7 +115,7 @@ class ScalingRules:
         return True
 
     def nearest(self, counts: Counts) -> Counts:
-        """The allowed counts that differ least; the same if they are allowed."""
+        """The allowed counts that differ least from these counts; these counts themselves, if they are allowed."""
         if self.allows(counts) or not self.topologies:
             return counts
         return min(

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 """One number for each of some requests, or states."""
 MAX_SEQUENCES = 256
-"""Sequences that a decode instance is assumed to run at a time, if it does not report its limit."""
+"""Number of sequences that a decode instance is assumed to run at a time, if it does not report its limit."""
 _ALIKE = 0.02
-"""Lengths that vary by less of their mean say nothing about a slope: all of the time counts as the tokens'."""
+"""If lengths vary by a smaller share of their mean, a slope cannot be measured, and all of the time counts as time of
+tokens."""
 _WAITED, _MAX_FITS = 2.0, 3
 """The slowest tenth takes this many times as long as the quickest quarter if some waited; largest number of fits."""
 
@@ -22,11 +23,11 @@ _WAITED, _MAX_FITS = 2.0, 3
 @dataclass(frozen=True)
 class PhaseTimes:
     """Seconds. A prompt of n tokens is computed in `prefill_base_s + n · prefill_token_s`; a decode step of n sequences
-    takes `decode_base_s + n · decode_sequence_s` and gives each of them a token. `first_token_s`: what a
-    first token takes beside prefill and waiting for it: the router, the network, a hand-off if D samples it.
-    `hand_off_s`: how much longer an answer takes than its steps, for its KV to come from P.
-    `max_sequences`: that one decode instance runs at a time, by its limit and by its KV memory. `chunk_tokens`: of a
-    prompt, computed in one step beside others' decoding."""
+    takes `decode_base_s + n · decode_sequence_s` and gives each of them a token. `first_token_s`: time of a first token
+    in addition to the prefill and the wait for it: router, network, and the hand-off if D samples it. `hand_off_s`:
+    time of an answer in addition to its steps, until its KV has come from P. `max_sequences`: maximum number of
+    sequences that one decode instance runs at a time, by its limit and its KV memory. `chunk_tokens`: number of prompt
+    tokens that are computed in one step with decoding sequences."""
 
     prefill_base_s: float
     prefill_token_s: float
@@ -61,8 +62,8 @@ UNKNOWN_CAPACITY = DecodeCapacity()
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests as they came, in `lasts_s` seconds: when each arrived, in seconds since the beginning of that time and
-    in this order, and how long it was. `prompt_tokens` are those that no cache has."""
+    """The requests of `lasts_s` seconds: the arrival of each, in seconds since the beginning of this time and in this
+    order, and its lengths. `prompt_tokens`: number of tokens that no cache has."""
 
     arrivals: Vector = field(repr=False)
     prompt_tokens: Vector = field(repr=False)
@@ -81,7 +82,7 @@ class Workload:
 
     @property
     def rate(self) -> float:
-        """Requests a second, in the mean."""
+        """Mean number of requests a second."""
         return len(self.arrivals) / self.lasts_s
 
     def last(self, for_s: float) -> Workload:
@@ -156,7 +157,7 @@ def _not_negative(terms: Vector, values: Vector, weight: Vector) -> Vector:
 def _least_squares(rows: Vector) -> tuple[float, float]:
     x, y = rows[:, 0], rows[:, 1]
     spread = float(x.var())
-    if spread <= (_ALIKE * float(x.mean())) ** 2:  # all alike: base and slope cannot be separated
+    if spread <= (_ALIKE * float(x.mean())) ** 2:  # all are equal: base and slope cannot be separated
         return (0.0, float(y.mean() / x.mean())) if x.mean() > 0 else (float(y.mean()), 0.0)
     slope = float(((x - x.mean()) * (y - y.mean())).mean()) / spread
     base = float(y.mean()) - slope * float(x.mean())

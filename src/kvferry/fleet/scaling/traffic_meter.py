@@ -23,15 +23,15 @@ from kvferry.fleet.scaling.traffic import (
 )
 
 MAX_REQUESTS = 1024
-"""Requests of each router that are read."""
+"""Maximum number of requests that are read from each router."""
 LOOK_BACK_S = 3600
-"""Seconds; older requests say nothing about present ones."""
+"""Seconds; older requests do not count for the present."""
 _MIN_TOKENS = 4
-"""An answer of fewer says nothing about a step's time."""
+"""Minimum number of tokens of an answer from which the time of a step is measured."""
 _MIN_STEP_S = 1e-4
 """A step that seems to take less was not measured: there were only answers of the same length."""
 _QUICK = 0.1
-"""The share of hand-offs that waited for nothing on the decode instance."""
+"""The share of hand-offs that are assumed not to have waited on the decode instance."""
 _UNSEEN_GROWTH = 0.01
 """Share of itself by which a step is taken to grow with each sequence, where only one number of them was seen."""
 
@@ -85,7 +85,9 @@ class TrafficMeter:
                 self._last_arrival_at = now
             self._num_arrived.pop(router, None)
             self._num_arrived[router] = report.num_arrived
-        for router in list(self._num_arrived)[: -self.max_routers]:  # one that does not answer now may do so again
+        for router in list(self._num_arrived)[
+            : -self.max_routers
+        ]:  # a router that does not answer now may answer again
             del self._num_arrived[router]
         self._num_waiting = sum(request.num_waiting for request in reports.values())
         requests = sorted(

@@ -17,7 +17,7 @@ from kvferry.fleet.scaling.traffic import UNKNOWN_CAPACITY, DecodeCapacity, Phas
 from kvferry.fleet.scaling.traffic_meter import phase_times, share_within, workload_of
 
 _ALIKE = 0.005
-"""Shares that differ by less count as equal: then the simpler arrangement is better."""
+"""Shares that differ by less than this count as equal: the simpler arrangement is then better."""
 MIN_REQUESTS = 20
 
 

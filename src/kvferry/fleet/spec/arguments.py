@@ -15,7 +15,7 @@ VLLM_KEY_VARIABLE = "VLLM_API_KEY"
 """The variable in which vLLM's servers read their key."""
 _VLLM_KEY_FLAG = "--api-key"
 _MIN_KEY_FLAG = _VLLM_KEY_FLAG.removesuffix("ey")
-"""As vLLM's parser spells it, and the shortest that may mean it."""
+"""The flag as vLLM's parser spells it, and the shortest abbreviation of it."""
 
 
 def own_key_flag(argument: str) -> str:

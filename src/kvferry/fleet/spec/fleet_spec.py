@@ -46,7 +46,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 Table = TypeVar("Table", bound=msgspec.Struct)
 
 MemberRole = Literal["prefill", "decode", "both", "router"]
-"""What a process of the fleet is for."""
+"""The role of a process of the fleet."""
 
 BACKENDS = ExtensionPoint(
     "backend.kind",
@@ -56,7 +56,7 @@ BACKENDS = ExtensionPoint(
     },
     "kvferry.backends",
 )
-"""Where members can be. A backend in another package is an entry point of the group, or `package.module:Class`."""
+"""The kinds of backends. A backend in another package is an entry point of the group, or `package.module:Class`."""
 
 KUBERNETES = "kubernetes"
 """The `kind` of a fleet whose members Kubernetes starts, from rendered manifests."""
@@ -119,9 +119,9 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[role.prefill]`, `[role.decode]`, `[role.both]`: how many instances do this, in pooling mode."""
 
     count: Number = 1
-    """Instances wanted; what `kvferry fleet scale` changes."""
+    """Desired number of instances, which `kvferry fleet scale` changes."""
     min: Number = 0
-    """No fewer are kept, whoever asks, and no fewer that serve while a roll replaces them."""
+    """Minimum number of instances, also of serving ones during a roll."""
     max: Number | None = None
     """No more are ever there, those that a roll starts in advance included. Default: `count`, and those."""
     tensor_parallel_size: Positive = 1
@@ -136,7 +136,8 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[router]`: the fleet's one endpoint."""
 
     count: Number | None = None
-    """Router processes that share the address. Default: two where there are cores for them, otherwise one; 0: none."""
+    """Number of router processes that share the address. Default: two if there are cores for them, otherwise one; 0:
+    none."""
     host: str = "127.0.0.1"
     """Address to listen on; only this machine can reach the default."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
@@ -146,7 +147,8 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[unit]`, in replica mode: what is started, scaled and rolled as one. Hand-offs stay within a unit."""
+    """`[unit]`, in replica mode: a group of members that is started, scaled and rolled as one. Hand-offs stay within a
+    unit."""
 
     members: dict[Role, Positive]
     """Instances of each role in one unit, such as { prefill = 1, decode = 2 }."""
@@ -155,81 +157,82 @@ class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max: Number | None = None
     """No more are ever there, those that a roll starts in advance included. Default: `count`, and those."""
     place: Literal["same-host", "pack", "spread"] = "same-host"
-    """Where the members of one unit are."""
+    """Placement of the members of one unit."""
 
 
 class RollSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[roll]`: how instances of an old revision are replaced."""
 
     surge: Number = 1
-    """Instances of a role (units, in replica mode) beyond its count at a time."""
+    """Maximum number of instances of a role (units, in replica mode) beyond its count at a time."""
     unavailable: Number = 0
-    """Instances of a role that may be missing from its count meanwhile."""
+    """Maximum number of instances of a role that may be missing from its count during a roll."""
     max_skew: Positive = 1
-    """How many instances one role may be ahead of another, in proportion to their counts."""
+    """Maximum number of instances by which one role may be ahead of another, in proportion to their counts."""
     pause: bool = False
-    """Start nothing and replace nothing, for as long as this is set."""
+    """Start and replace nothing while this is set."""
     history: Positive = 10
-    """Earlier revisions that can be rolled back to."""
+    """Number of earlier revisions to which one can roll back."""
 
 
 class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[failure]`: what happens to instances that end, hang or never serve."""
 
     restart: Literal["instance", "unit"] = "instance"
-    """What is replaced when an instance of a unit fails: it alone, or the whole unit."""
+    """What is replaced if an instance of a unit fails: only the instance, or the whole unit."""
     backoff: tuple[Duration, Duration] = ("1s", "60s")
-    """Waits before a further start after failures in a row: the first, which doubles each time, and the longest."""
+    """The wait before the next start after failures in a row: the first wait, which doubles each time, and the
+    maximum."""
     crash_loop: Positive = 5
     """Number of failures in a row after which nothing of that revision and role is started, and `status` says why."""
     hang: Duration = "60s"
-    """How long an instance or a router may leave GET /health unanswered before it is replaced; "0s" waits for ever."""
+    """Time without an answer to GET /health after which an instance or a router is replaced; "0s": never."""
     start: Duration = "10m"
-    """How long an instance may take until it serves; in replica mode, all of a unit together."""
+    """Maximum time until an instance serves; in replica mode, until all of a unit serve."""
     drain: Duration = "120s"
-    """How long an instance may take until its requests and tickets have ended; then it is stopped."""
+    """Maximum time until the requests and tickets of a draining instance have ended; then it is stopped."""
 
 
 class ScaleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[scale]`: the counts follow what is asked for. The roles' `min` and `max` bound them; `count` is where it
-    begins."""
+    """`[scale]`: the counts follow the traffic. The roles' `min` and `max` limit them; `count` is the number at the
+    start."""
 
     ttft: Duration
     """Target of the time to the first token."""
     itl: Duration
     """Target of the mean time between two tokens of an answer."""
     attainment: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.99
-    """The share of requests that is to be within both."""
+    """The share of requests that should be within both targets."""
     budget: Number | None = None
-    """Most ranks of all instances together. Default: what the roles' `max` allow."""
+    """Maximum number of ranks of all instances together. Default: the number that the roles' `max` allow."""
     fewest_per_decode: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Prefill instances for each decode instance, at least."""
+    """Minimum number of prefill instances for each decode instance."""
     most_per_decode: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Prefill instances for each decode instance, at most. Default: any number."""
+    """Maximum number of prefill instances for each decode instance. Default: any number."""
     aggregate: bool = False
     """There may be no prefill instance, so that decode instances compute all prompts; `min` of prefill must be 0."""
     interval: Duration = "5s"
     """How often it is decided."""
     cool_down: Duration = "2m"
-    """How long nothing is released after a change."""
+    """Time after a change in which no instance is released."""
     hold: Duration = "15m"
-    """How long requests decide what is kept: what a burst needed is released when it is older, or few of the requests
-    since."""
+    """Time for which requests count for the instances that are kept: instances for a burst are released when the burst
+    is older, or is only a few of the requests since then."""
     idle: Duration = "0s"
-    """How long without a request until no instance is kept, of any role; the next request starts them again. Every
-    `min` must be 0. "0s": never."""
+    """Time without requests after which all instances of all roles are stopped; the next request starts them again.
+    Every `min` must be 0. "0s": never."""
     starts: Duration = "30s"
-    """How long an instance takes to start, until it was measured."""
+    """Start time of an instance that is assumed until it was measured."""
     warm: Duration = "10s"
-    """What an instance does in its first seconds is not counted."""
+    """Time after its start in which the measurements of an instance do not count."""
     least_requests: Positive = 20
-    """Requests that must have been measured before anything is decided."""
+    """Number of measured requests from which on decisions are made."""
     recommend: bool = False
-    """Only say what would be done."""
+    """Only record the decisions, without carrying them out."""
 
 
 class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[backend]`: where the instances are."""
+    """`[backend]`: where the instances run."""
 
     kind: str = "local"
     """`local`: processes of this machine; `ray`: actors of a Ray cluster; `kubernetes`: pods, which Kubernetes starts
@@ -239,11 +242,11 @@ class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address of the Ray cluster, such as 10.0.0.1:6379. Default: RAY_ADDRESS, or the cluster that this machine is
     in."""
     options: dict[str, Any] = {}
-    """`[backend.options]`: those of a backend of your own."""
+    """`[backend.options]`: options of a backend of another package."""
     kubernetes: KubernetesSpec | None = None
-    """What pods need to be told."""
+    """Settings of pods."""
     ray: dict[ActorRole, ActorSpec] = {}
-    """What members on Ray need of their nodes, by role."""
+    """Resources that members on Ray need of their nodes, by role."""
 
     def fixed(self, roles: Collection[MemberRole]) -> list[Any]:
         """Settings that cannot be changed in running members of these roles."""
@@ -255,11 +258,11 @@ class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fleet. Read it with `read_fleet`, which checks it."""
 
     name: Name
-    """What the fleet is called; it is found again by this name."""
+    """Name of the fleet, by which commands find it."""
     model: str
     """A local directory, a Hugging Face id, or kvferry/tiny-python."""
     mode: Literal["pooling", "replica"]
-    """`pooling`: each role is scaled for itself, and any P hands over to any D. `replica`: units of fixed members."""
+    """`pooling`: each role is scaled separately, and any P hands off to any D. `replica`: units of fixed members."""
     engine: EngineSpec = EngineSpec()
     args: tuple[str, ...] = ()
     """Flags of `kvferry serve` for all processes of the fleet, such as --log-format=json."""
@@ -273,7 +276,8 @@ class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: TypedKeys = TypedKeys()
     """The keys of kvferry's own settings, from any table."""
     stamp: str = ""
-    """Another text makes another revision: `kvferry fleet roll` sets it, to replace everything by the same again."""
+    """A text that is part of the revision: `kvferry fleet roll` changes it, to replace all members by new ones with the
+    same settings."""
 
     @property
     def revision(self) -> str:
@@ -290,20 +294,19 @@ class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def itl_target_s(self) -> float | None:
-        """Target of the time between two tokens, which kvferry's engines keep to in their steps; None: there is
-        none."""
+        """Target of the time between two tokens, by which kvferry's engines limit their steps; None: there is none."""
         return None if self.scale is None else seconds(self.scale.itl)
 
     @property
     def num_instances(self) -> int:
-        """Instances wanted, of all roles."""
+        """Desired number of instances of all roles."""
         if self.unit is not None:
             return self.unit.count * sum(self.unit.members.values())
         return sum(role.count for role in self.role.values())
 
     def front(self, num_routers: int) -> DesiredFleet:
-        """The routers as a fleet of their own, which the same loop looks after: a change of the instances rolls no
-        router, and the other way round. `num_routers`: where `[router]` does not say how many."""
+        """The routers as a separate fleet, which the same loop manages, so that a change of the instances rolls no
+        router, and the other way round. `num_routers`: number of routers if `[router]` does not set it."""
         router = self.router
         number = num_routers if router.count is None else router.count
         arguments = (f"--host={router.host}", f"--port={router.port}", *router.args, *self.args)
@@ -333,7 +336,7 @@ def read_fleet(path: Path) -> DesiredFleet:
 
 
 def _warn_of_arguments(path: Path, fleet: DesiredFleet) -> None:
-    """Warn of flags of kvferry's own processes in `args`, which still are read."""
+    """Warn of flags of kvferry's own processes in `args`, which are still read."""
     own = {"router": fleet.router.args, "": fleet.args}
     if fleet.engine.kind == "kvferry":
         own |= {"engine": fleet.engine.args, **{f"role.{name}": role.args for name, role in fleet.role.items()}}
@@ -428,8 +431,7 @@ def _read(kind: type[Table], where: str, table: Mapping[str, Any], keys: KeyTabl
 
 
 def _require_no_keys(fleet: DesiredFleet) -> None:
-    """Raise `ConfigError` for a key that is written into a spec, which is no secret: in Kubernetes it is a
-    ConfigMap."""
+    """Raise `ConfigError` for an API key in a spec: a spec is not secret, and in Kubernetes it is a ConfigMap."""
     of_ours = {
         "engine.args": fleet.engine.args,
         **{f"role.{name}.args": role.args for name, role in fleet.role.items()},

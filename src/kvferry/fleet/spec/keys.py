@@ -33,7 +33,7 @@ SPECS_OWN = frozenset(
         *("prefill_url", "decode_url", "bootstrap_port"),
     }
 )
-"""Settings that a spec has under keys of its own, whatever the table."""
+"""Settings that a spec has under its own keys, in all tables."""
 
 
 class TypedKeys(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class KeyTable:
     """The fields of the last kind that are keys; empty: all of them."""
 
     def kind_of(self, key: str) -> Kind:
-        """The struct that a key is a field of, also a secret one, which no file may have."""
+        """The struct of which a key is a field, also for keys of secrets, which no file may have."""
         return next(kind for kind in self.kinds if key in kind.__struct_fields__)
 
     def fields(self) -> dict[str, tuple[Kind, SettingsField]]:
@@ -102,8 +102,8 @@ def read_keys(where: str, table: Mapping[str, Any], keys: KeyTable) -> Values:
 
 
 def flags_in(where: str, arguments: Iterable[str], kinds: tuple[Kind, ...]) -> dict[Kind, Values]:
-    """The settings of the flags in `args` of a table. Raises `ConfigError`, also for a flag of what the spec says under
-    a key of its own."""
+    """The settings of the flags in `args` of a table. Raises `ConfigError`, also for a flag of a setting that the spec
+    has under its own key."""
     arguments = tuple(arguments)
     values = read_flags(where, arguments, kinds)
     for read in values.values():

@@ -81,8 +81,8 @@ class PodSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Environment variables from keys of Secrets, such as { KVFERRY_API_KEY = "chat-keys/api" } of routers: the Secret
     `chat-keys`, and its key `api`."""
     shared_memory: Quantity = "8Gi"
-    """Most that may be in /dev/shm, through which the processes of a vLLM server and NCCL exchange data. It counts as
-    the pod's memory. KV caches are not in it: they are limited by the pod's memory alone."""
+    """Maximum size of /dev/shm, through which the processes of a vLLM server and NCCL exchange data. It counts as
+    memory of the pod. KV caches are not in it: only the pod's memory limits them."""
 
 
 class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -100,21 +100,21 @@ class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     image_pull_secrets: tuple[ObjectName, ...] = ()
     """Secrets of registries."""
     service_account: ObjectName | None = None
-    """Account of all pods; none of them is given a token of the Kubernetes API."""
+    """Account of all pods. They get no token of the Kubernetes API."""
     token_secret: ObjectName | None = None
-    """A Secret that is there already, with KVFERRY_AUTH_TOKEN in its key `token`. Default: one is rendered."""
+    """An existing Secret with KVFERRY_AUTH_TOKEN in its key `token`. Default: a Secret is rendered."""
     model_claim: ObjectName | None = None
-    """A PersistentVolumeClaim with models and the cache of Hugging Face, mounted at /models. Default: each pod fetches
-    the model into a volume of its own."""
+    """A PersistentVolumeClaim with models and the cache of Hugging Face, mounted at /models. Default: each pod
+    downloads the model to its own volume."""
     environment: dict[str, str] = {}
-    """Further environment variables of all containers. They can be read in the manifests: keys belong into Secrets."""
+    """Further environment variables of all containers. They are readable in the manifests: put keys into Secrets."""
     routers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
-    """Routers, each with all instances; in replica mode, of each unit."""
+    """Number of routers, each of which has all instances; in replica mode, number of routers of each unit."""
     controllers: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
-    """Controllers of a fleet with `[scale]`; one of them acts, and the others wait."""
+    """Number of controllers of a fleet with `[scale]`; one of them leads, and the others wait."""
     gang: Literal["none", "kubernetes", "volcano"] = "none"
-    """PodGroups of those pods that are of use only together: Kubernetes' own (1.37 with the feature gate
-    GenericWorkload) or Volcano's."""
+    """PodGroups of pods that are useful only together: of Kubernetes itself (1.37 with the feature gate
+    GenericWorkload) or of Volcano."""
     pod_monitor: bool = False
     """Write a PodMonitor for Prometheus' operator."""
     clients_from: dict[str, str] = {}

@@ -21,12 +21,12 @@ _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both
 
 
 def kv_role(role: InstanceRole) -> str:
-    """The `kv_role` that goes with an instance's role."""
+    """The `kv_role` for an instance's role."""
     return _KV_ROLES[role]
 
 
 def require_kv_role(own_role: str, role: InstanceRole) -> None:
-    """Raise `ConfigError` if it is the `kv_role` of the other role."""
+    """Raise `ConfigError` if this is the `kv_role` of the other role."""
     if role != "both" and own_role not in ("kv_both", kv_role(role)):
         raise ConfigError(
             f"--kv-transfer-config: a {role} instance cannot have kv_role {own_role}; leave it out, and each instance"
@@ -43,8 +43,8 @@ def hand_off_role(config: KVTransferConfig) -> str:
 
 
 def require_registrable(config: KVTransferConfig, role: Role) -> None:
-    """Raise `ConfigError` if the `kv_role` of an instance, or of the connector in it that hands off, keeps it from what
-    it registers for."""
+    """Raise `ConfigError` if the `kv_role` of an instance, or of its connector that hands off, excludes the role for
+    which it registers."""
     own_role = next(
         (own for own in (config.kv_role, hand_off_role(config)) if own not in ("kv_both", kv_role(role))), ""
     )
@@ -57,7 +57,7 @@ def require_registrable(config: KVTransferConfig, role: Role) -> None:
 
 
 def check_transfer(text: str) -> KVTransferConfig:
-    """Parse the JSON, and check the connector's settings as far as that needs no code of others. Raises
+    """Parse the JSON, and check the connector's settings as far as this needs no code of other packages. Raises
     `ConfigError`."""
     config = parse_transfer_config(text)
     if config.kv_connector_module_path is None:
@@ -66,8 +66,8 @@ def check_transfer(text: str) -> KVTransferConfig:
 
 
 def transfer_for(text: str, role: InstanceRole) -> str:
-    """The JSON with the `kv_role` that fits an instance's role, unless it has one. Raises `ConfigError`, also if it has
-    that of the other role."""
+    """The JSON with the `kv_role` for an instance's role, unless it has one. Raises `ConfigError`, also if it has the
+    `kv_role` of the other role."""
     check_transfer(text)
     raw = {"kv_role": kv_role(role), **read_transfer_json(text)}
     require_kv_role(raw["kv_role"], role)
@@ -78,8 +78,8 @@ def transfer_for_member(text: str, role: InstanceRole, name: str, index: int, no
     """Like `transfer_for`, for instance `index` of several on one machine, or on the nodes of a cluster: this one is on
     the node with the address `node`, where the others fetch KV.
 
-    What must differ between them is changed: `engine_id` gets the instance's name, and a fixed `kv_port` is increased
-    by `index`. Raises `ConfigError`, also if that goes too far.
+    Values that must differ between instances are changed: `engine_id` gets the instance's name, and a fixed `kv_port`
+    is increased by `index`. Raises `ConfigError`, also if there is no such port.
     """
     raw = read_transfer_json(transfer_for(text, role))
     if raw.get("engine_id"):

@@ -21,9 +21,9 @@ class ActorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     this role needs of its node."""
 
     cpus: Amount | None = None
-    """CPUs, which are also the threads that it computes with. Default: 1; 0 for a router."""
+    """Number of CPUs, which is also the number of threads. Default: 1; 0 for a router."""
     gpus: Amount | None = None
-    """GPUs. Default: one for each rank of an instance, if the cluster has any."""
+    """Number of GPUs. Default: one for each rank of an instance, if the cluster has GPUs."""
     resources: dict[str, Amount] = {}
     """Further resources of Ray's nodes, such as { fast_network = 1 }."""
     ranks: Literal["same-host", "pack", "spread"] = "same-host"

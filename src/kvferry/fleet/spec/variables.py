@@ -16,7 +16,7 @@ from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 
 SERVER: tuple[Any, ...] = (Listen, HttpAccess, HttpLimits, LogConfig)
-"""Settings of whatever listens."""
+"""Settings of all processes that listen."""
 INSTANCE: tuple[Any, ...] = (EngineConfig, EngineChoice, InstanceSpec, *SERVER)
 ROUTER: tuple[Any, ...] = (RouterConfig, InstanceAccess, *SERVER)
 FLEET: tuple[Any, ...] = (*INSTANCE, RouterConfig, InstanceAccess, FleetSpec, RestartPolicy)
