@@ -98,9 +98,10 @@ class Pending:
 
 @dataclass(frozen=True)
 class Hit:
-    """The KV of `num_tokens` tokens after the computed ones can be loaded. `layerwise` False: the request waits, with
-    its blocks reserved, until a report has the end of the load. True: the request runs in the same step, and
-    `wait_layer` delays each layer until its KV has arrived.
+    """The KV of `num_tokens` tokens after the computed ones can be loaded.
+
+    `layerwise` False: the request waits, with its blocks reserved, until a report has the end of the load. True: the
+    request runs in the same step, and `wait_layer` delays each layer until its KV has arrived.
     """
 
     num_tokens: int

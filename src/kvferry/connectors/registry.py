@@ -19,6 +19,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 @dataclass(frozen=True)
 class ConnectorSpec:
     """The two classes of a connector, each as `package.module:Class`; they are imported when they are first used.
+
     `api_version`: the version of `kvferry.connectors.api` for which they are written, as a number; a connector for
     another version is refused. `defaults`: default values in `kv_connector_extra_config` for this name; the user's
     settings override them.

@@ -1,6 +1,7 @@
 """The JSON body of a request: it is checked completely, once. A few fields are read or replaced, and all others keep
-their exact bytes. A body that two parsers could read differently is refused, so that an instance reads it like the
-router.
+their exact bytes.
+
+A body that two parsers could read differently is refused, so that an instance reads it like the router.
 """
 
 from __future__ import annotations

@@ -39,11 +39,13 @@ def run_router(
     page: MakePage | None = None,
     on_ready: Callable[[dict[str, Any]], None],
 ) -> int:
-    """Serve until SIGINT or SIGTERM. Returns the exit code. `page`: creates the routes of the page at `/`, which is
-    served unless `config.page` is off. `group`: the folder that all `config.workers` routers of one port share; None: a
-    single router. `on_ready` is called with {"url": …} once requests are answered; a router of a group also has its own
-    "health_url". At the end, running requests have the grace period that `http` sets. Raises `ConfigError` if the
-    address cannot be used, a file cannot be read, or the configured instances are not enough for a router.
+    """Serve until SIGINT or SIGTERM. Returns the exit code.
+
+    `page`: creates the routes of the page at `/`, which is served unless `config.page` is off. `group`: the folder that
+    all `config.workers` routers of one port share; None: a single router. `on_ready` is called with {"url": …} once
+    requests are answered; a router of a group also has its own "health_url". At the end, running requests have the
+    grace period that `http` sets. Raises `ConfigError` if the address cannot be used, a file cannot be read, or the
+    configured instances are not enough for a router.
     """
     http = msgspec.structs.replace(http, max_body_bytes=config.max_body_bytes)
     with shutdown_deadline() as limit:

@@ -151,7 +151,7 @@ def test_its_own_engine_starts_quietly_and_says_in_one_line_why_it_does_not(
     assert "pinned" in done.stdout
     done = run("cache", "warm", str(document), *own, store, "--kv-cache-memory=1KiB")
     line = done.stderr.splitlines()[-1]
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (1, "")
     assert line.startswith("kvferry: error: both-0: the KV cache needs at least two blocks")
 
 

@@ -253,7 +253,7 @@ def test_requests_that_are_a_year_apart_are_refused(
         (
             ("[engine]", f'[backend]\nkind = "ray"\n{with_store("memory:1GiB")}'),
             [],
-            "on ray, each machine has its own",
+            "with backend ray, each machine has its own store",
         ),
     ],
 )

@@ -2,7 +2,9 @@
 
 vLLM keeps a finished request's blocks as long as its connector requires, but only the blocks that the next token would
 attend to. The consumer also needs the token before these. So the producer holds the blocks of windows itself, with
-vLLM's own reference count. Owns these references.
+vLLM's own reference count.
+
+Owns these references.
 """
 
 from __future__ import annotations

@@ -62,9 +62,10 @@ def simulate(
         Path | None, Parameter(name="--plot", help="Write a plot: .svg or .png (needs kvferry[plot]).")
     ] = None,
 ) -> None:
-    """Replay recorded requests through eviction policies, and show the share of their blocks that each found. Also
-    shows the largest share that any cache of the same size could have found (Belady's optimum), and the share of an
-    unbounded cache.
+    """Replay recorded requests through eviction policies, and show the share of their blocks that each found.
+
+    Also shows the largest share that any cache of the same size could have found (Belady's optimum), and the share of
+    an unbounded cache.
     """
     COUNT.require("--block-tokens", block_tokens)
     names = policy or tuple(eviction_names())

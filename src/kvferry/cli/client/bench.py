@@ -56,7 +56,9 @@ def bench(
     tls_ca: Annotated[Path | None, Parameter(help="Certificate authorities (PEM) of a server at https://.")] = None,
 ) -> int:
     r"""Load a server in an open loop: each request is sent at its time, whether or not earlier requests have been
-    answered. Random prompts of one length, and the same number again without hand-offs:
+    answered.
+
+    Random prompts of one length, and the same number again without hand-offs:
 
         kvferry bench http://127.0.0.1:8000 --rate 2 \
           --prompt-tokens 1024 --compare

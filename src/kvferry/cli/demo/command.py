@@ -67,8 +67,10 @@ def demo(
     port: Annotated[int, Parameter(help="Port of the endpoint; 0 takes any free one.")] = 0,
     log: LogFlags = LOG,
 ) -> int:
-    """Serve a model with prefill and decode apart, ask it for a few completions, and show how long each phase took. The
-    completions are sampled with a seed, and every token is compared with the token of a plain instance. Ends by itself:
+    """Serve a model with prefill and decode apart, ask it for a few completions, and show how long each phase took.
+
+    The completions are sampled with a seed, and every token is compared with the token of a plain instance. Ends by
+    itself:
 
         kvferry demo
     """

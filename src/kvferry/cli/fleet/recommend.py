@@ -47,7 +47,9 @@ def recommend(
     ] = False,
 ) -> int:
     r"""Compute how many instances a fleet needs, for an autoscaler that starts them. The metrics of the routers then
-    have `kvferry_fleet_desired_instances`. In the cluster of a fleet, beside its routers:
+    have `kvferry_fleet_desired_instances`.
+
+    In the cluster of a fleet, beside its routers:
 
         kvferry fleet recommend chat.toml \
           --router http://chat-router-0.chat-routers:8000

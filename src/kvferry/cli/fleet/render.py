@@ -27,8 +27,9 @@ def render(
         Path | None, Parameter(help="Write a Helm chart into this folder instead of manifests to standard output.")
     ] = None,
 ) -> int:
-    """Write a fleet as manifests for Kubernetes. The Secret with the deployment's token is among them if
-    KVFERRY_AUTH_TOKEN is set:
+    """Write a fleet as manifests for Kubernetes.
+
+    The Secret with the deployment's token is among them if KVFERRY_AUTH_TOKEN is set:
 
         kvferry fleet render chat.toml | kubectl apply -f -
     """

@@ -33,8 +33,9 @@ def status(
     json: Annotated[bool, Parameter(help="Print JSON.", negative=())] = False,
 ) -> int:
     """Show a fleet. For each role: the number of members that are desired, ready, of the current revision, and
-    draining; and what failed. The exit code is 1 if a fleet has no controller: the last known state is then shown, and
-    may be out of date.
+    draining; and what failed.
+
+    The exit code is 1 if a fleet has no controller: the last known state is then shown, and may be out of date.
     """
     names = fleet_names() if name is None else [name]
     if not names:

@@ -82,8 +82,10 @@ def plan(
 ) -> int:
     r"""Find the cheapest fleet that serves a trace within its targets: how many instances, prefill and decode apart or
     not, the size of their chunks, the settings of the router, and how KV is moved and kept. Says so if there is no
-    reason to disaggregate, and if a store would not be useful. Deployments that can keep up, by the times of their
-    steps, are run in the simulator. The hits of a store are computed from the trace:
+    reason to disaggregate, and if a store would not be useful.
+
+    Deployments that can keep up, by the times of their steps, are run in the simulator. The hits of a store are
+    computed from the trace:
 
         kvferry calibrate MODEL --write times.json
 

@@ -1,6 +1,8 @@
 """Keys of requests (`core.messages.kv_keys`) in a store. A key is written once its blocks are stored; requests that
-load by the key wait for it. A key's record is only compared with the hashes of the request's own prompt
-(`store.key_records`), so a request always loads blocks of its own prompt, by their hashes.
+load by the key wait for it.
+
+A key's record is only compared with the hashes of the request's own prompt (`store.key_records`), so a request always
+loads blocks of its own prompt, by their hashes.
 """
 
 from __future__ import annotations

@@ -38,9 +38,10 @@ class BadMarker(StoreError):
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
-    """The producer's message to the consumer. `prefill_result` None: the prefill was aborted. `digest`: digest of the
-    prompt's tokens and salt. `expires_s`: expiry in seconds since 1970, by the producer's clock; set when the marker is
-    written.
+    """The producer's message to the consumer. `prefill_result` None: the prefill was aborted.
+
+    `digest`: digest of the prompt's tokens and salt. `expires_s`: expiry in seconds since 1970, by the producer's
+    clock; set when the marker is written.
     """
 
     transfer_id: str

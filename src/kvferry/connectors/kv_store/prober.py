@@ -32,9 +32,11 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class StoreLookup:
     """A lookup of the number of blocks, from the first one on, that are stored. `transfer_id`: wait for its marker
-    first, until `deadline`, in seconds of the monotonic clock. `keys`: then wait for these keys. `producer`: name of
-    the prefill instance if its prefill has ended, so that it sends heartbeats until its marker is written; empty: it
-    may still compute. `stores`: indices of the shared tiers that the producer has too; None: not known.
+    first, until `deadline`, in seconds of the monotonic clock. `keys`: then wait for these keys.
+
+    `producer`: name of the prefill instance if its prefill has ended, so that it sends heartbeats until its marker is
+    written; empty: it may still compute. `stores`: indices of the shared tiers that the producer has too; None: not
+    known.
     """
 
     hashes: Sequence[BlockHash]
@@ -48,9 +50,10 @@ class StoreLookup:
 @dataclass
 class StoreResult:
     """`runs`: the stored blocks, by tier; updated when blocks are prefetched. `marker`: the marker of the hand-off;
-    `keys`: the result for the request's load keys. `error`: the reason why the lookup, or the wait for the marker,
-    failed. `checked_at`: time of the lookup, in seconds of the monotonic clock. `is_forgotten`: True if the result is
-    no longer needed, or a load reads the blocks.
+    `keys`: the result for the request's load keys.
+
+    `error`: the reason why the lookup, or the wait for the marker, failed. `checked_at`: time of the lookup, in seconds
+    of the monotonic clock. `is_forgotten`: True if the result is no longer needed, or a load reads the blocks.
     """
 
     runs: tuple[BlockRun, ...] = ()

@@ -1,8 +1,10 @@
 """The scheduler side of the cache connector: decides which blocks of a prompt are saved, and which are loaded.
 
 Owns the state of each request's blocks in the store. It does not call the store itself (the prober's thread does), and
-sees no tensor. A hand-off through the store: the producer saves the full blocks of the prompt and then writes a marker.
-The consumer waits for the marker, loads the blocks, and computes the tokens of a partly filled last block again.
+sees no tensor.
+
+A hand-off through the store: the producer saves the full blocks of the prompt and then writes a marker. The consumer
+waits for the marker, loads the blocks, and computes the tokens of a partly filled last block again.
 """
 
 from __future__ import annotations

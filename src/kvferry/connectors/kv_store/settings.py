@@ -25,8 +25,10 @@ from kvferry.store.tiered.tiers import TieredStore
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_connector_extra_config` of `KVStoreConnector` and its other names. Times are in seconds; sizes are texts such
-    as 4GiB, or numbers. One key names the stores: `store`, `shared_storage_path`, `num_cpu_blocks` or
-    `cpu_bytes_to_use`. A key that is read only with another of these is an error, so that no setting is ignored.
+    as 4GiB, or numbers.
+
+    One key names the stores: `store`, `shared_storage_path`, `num_cpu_blocks` or `cpu_bytes_to_use`. A key that is read
+    only with another of these is an error, so that no setting is ignored.
     """
 
     store: str | list[str] | None = None

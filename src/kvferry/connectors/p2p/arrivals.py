@@ -1,6 +1,7 @@
-"""The consumer's half of the worker side: fetches hand-offs, and reports the end of each. Owns the tasks of loads, the
-tasks of tickets that wait to be loaded, and their reports. The tasks run on the transfer loop. A rank fetches its own
-share from each of the producer's ranks that has some of it (`core.blocks.sharding`).
+"""The consumer's half of the worker side: fetches hand-offs, and reports the end of each.
+
+Owns the tasks of loads, the tasks of tickets that wait to be loaded, and their reports. The tasks run on the transfer
+loop. A rank fetches its own share from each of the producer's ranks that has some of it (`core.blocks.sharding`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 class Arrivals:
     """`begin` is called on the transfer loop, while `run` runs there. The ends of loads are added to `reports`.
+
     `timeout_s`: maximum seconds of each load. `keep_lease_on_failure`: a load that fails does not release the hand-off,
     so that another instance may fetch it with the same ticket.
     """

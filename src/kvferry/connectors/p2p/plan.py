@@ -10,8 +10,10 @@ from kvferry.core.messages.wire import decode_frame
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
     """Announce the blocks `first_block, …` of a hand-off, layer by layer, when this step has passed each layer.
-    `block_ids`: where these blocks are on this instance. Blocks from the prefix cache also wait for the layer, because
-    another request of this step may compute or load them. `opens`: True for the first `Save` of a hand-off.
+    `block_ids`: where these blocks are on this instance.
+
+    Blocks from the prefix cache also wait for the layer, because another request of this step may compute or load them.
+    `opens`: True for the first `Save` of a hand-off.
     """
 
     transfer_id: str
@@ -21,9 +23,10 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Seal(msgspec.Struct, frozen=True, array_like=True):
-    """The hand-off is complete. `meta`: an encoded `HandOffMeta`. The request's blocks are under `Hold`. With
-    `kept_blocks`, the hand-off begins only now, consists of these blocks, and has a lease of `lease_s` seconds; all
-    steps that computed the blocks have ended.
+    """The hand-off is complete. `meta`: an encoded `HandOffMeta`. The request's blocks are under `Hold`.
+
+    With `kept_blocks`, the hand-off begins only now, consists of these blocks, and has a lease of `lease_s` seconds;
+    all steps that computed the blocks have ended.
     """
 
     transfer_id: str
@@ -35,8 +38,10 @@ class Seal(msgspec.Struct, frozen=True, array_like=True):
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """Fetch the KV of the first `num_tokens` tokens of a hand-off into `block_ids`, of which the first `skip_blocks`
-    are already filled. `tokens`, `salt`: prompt and salt of the request. The hand-off is of the whole prompt or of a
-    prefix of it; with `longer`, it may have further tokens.
+    are already filled.
+
+    `tokens`, `salt`: prompt and salt of the request. The hand-off is of the whole prompt or of a prefix of it; with
+    `longer`, it may have further tokens.
     """
 
     request_id: str

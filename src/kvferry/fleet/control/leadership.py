@@ -55,10 +55,12 @@ class Leadership(ABC):
 
 
 class TimedLeadership(Leadership):
-    """A leadership that ends if it is not renewed. The holder counts it for a shorter time than others wait before they
-    take it. The holder counts from the time before the renewal was sent, by a clock that also runs while the machine
-    sleeps, so that a process that was stopped knows that it is too late. Clocks of two machines are never compared.
-    `clock`: seconds since the start of the machine."""
+    """A leadership that ends if it is not renewed.
+
+    The holder counts it for a shorter time than others wait before they take it. The holder counts from the time before
+    the renewal was sent, by a clock that also runs while the machine sleeps, so that a process that was stopped knows
+    that it is too late. Clocks of two machines are never compared. `clock`: seconds since the start of the machine.
+    """
 
     def __init__(self, clock: Callable[[], float] = boot_time) -> None:
         self._clock = clock

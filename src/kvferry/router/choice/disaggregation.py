@@ -19,10 +19,12 @@ from kvferry.router.instances.shared_plan import SharedFleetPlan
 
 
 def answers_missed(itl_s: float, step_s: float, answer_tokens: float, num_answers: float, stall_s: float) -> float:
-    """Expected number of answers on an instance that miss the ITL target because of a stall. A token takes `step_s`
-    seconds. Lengths of answers, `answer_tokens` in the mean, are assumed to be the sum of two exponential variables: a
-    share of about `2 · r²` is shorter than `r` times the mean, for small `r`. Infinite if a step alone takes longer
-    than the target."""
+    """Expected number of answers on an instance that miss the ITL target because of a stall.
+
+    A token takes `step_s` seconds. Lengths of answers, `answer_tokens` in the mean, are assumed to be the sum of two
+    exponential variables: a share of about `2 · r²` is shorter than `r` times the mean, for small `r`. Infinite if a
+    step alone takes longer than the target.
+    """
     slack_s = (itl_s - step_s) * answer_tokens
     return 2 * num_answers * (stall_s / slack_s) ** 2 if slack_s > 0 else math.inf
 

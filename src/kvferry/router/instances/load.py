@@ -127,10 +127,12 @@ class InstanceLoad:
 
 
 class Work:
-    """The share of a leg in the load of its instance, from when it is sent until it ends. `uncached`: number of tokens
-    of the prompt that the instance probably has not cached, and will compute or get; `computes`: True if it will
-    compute them; `decodes`: True if it will answer; `ahead`: number of tokens that were queued before them. `now`: time
-    of the policy's clock."""
+    """The share of a leg in the load of its instance, from when it is sent until it ends.
+
+    `uncached`: number of tokens of the prompt that the instance probably has not cached, and will compute or get;
+    `computes`: True if it will compute them; `decodes`: True if it will answer; `ahead`: number of tokens that were
+    queued before them. `now`: time of the policy's clock.
+    """
 
     __slots__ = ("_computing", "_has_ended", "_load", "ahead", "computes", "decodes", "num_concurrent", "uncached")
 

@@ -1,6 +1,7 @@
-"""The interface of codecs, which encode the bytes of a block for a store: unchanged or smaller. A codec belongs to one
-tier, and is made for one layout. It works on spans (one block of one layer). The bytes that it decodes were verified by
-checksum, but their writer may be malicious: do not trust lengths in them.
+"""The interface of codecs, which encode the bytes of a block for a store: unchanged or smaller.
+
+A codec belongs to one tier, and is made for one layout. It works on spans (one block of one layer). The bytes that it
+decodes were verified by checksum, but their writer may be malicious: do not trust lengths in them.
 """
 
 from __future__ import annotations

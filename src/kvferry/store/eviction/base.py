@@ -1,6 +1,7 @@
-"""Eviction policies: which block a full store evicts first. A policy has no bytes, clock, thread or lock. Its driver, a
-store or the simulator that replays a trace, reports events of blocks with their times, and asks for blocks to evict.
-The same events give the same result. Only one thread at a time may call it.
+"""Eviction policies: which block a full store evicts first. A policy has no bytes, clock, thread or lock.
+
+Its driver, a store or the simulator that replays a trace, reports events of blocks with their times, and asks for
+blocks to evict. The same events give the same result. Only one thread at a time may call it.
 
 One request to a store is: `access` for each block that it finds, then `insert` for each that it adds, both in the order
 of its prompt, with `evict` in between when room is needed, and `finish` once the answer is complete.
@@ -17,9 +18,10 @@ Key = Hashable
 
 
 class EvictionPolicy(ABC):
-    """Owns the order of the cached blocks, and remembers some evicted ones. `capacity`: about how many blocks fit, at
-    least 1. It determines the size of the policy's queues; a policy never evicts by itself. `now`: seconds of any clock
-    that does not go back.
+    """Owns the order of the cached blocks, and remembers some evicted ones.
+
+    `capacity`: about how many blocks fit, at least 1. It determines the size of the policy's queues; a policy never
+    evicts by itself. `now`: seconds of any clock that does not go back.
     """
 
     def __init__(self, capacity: int) -> None:

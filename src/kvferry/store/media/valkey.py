@@ -5,9 +5,11 @@ hash>`, with a time to live of `ttl_s` unless it is pinned.
 
 The capacity is `max_bytes` (a script on the server evicts the least recently used blocks, see `valkey_scripts`; the
 option must be the same on all instances), or the server's own `maxmemory` (with `volatile-lru`, the server does not
-evict pinned blocks). In a cluster, the slot of a key determines its node, and a script sees the keys of one slot only.
-So the blocks are divided among shards by their hash, each with a slot of its own (`…{<layout
-fingerprint>.<codec>.<shard>}…`), its own scripts' keys, and an equal part of `max_bytes`.
+evict pinned blocks).
+
+In a cluster, the slot of a key determines its node, and a script sees the keys of one slot only. So the blocks are
+divided among shards by their hash, each with a slot of its own (`…{<layout fingerprint>.<codec>.<shard>}…`), its own
+scripts' keys, and an equal part of `max_bytes`.
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ _NAMED = "\0"
 
 
 class Salts:
-    """The salts of one engine's requests. Used from vLLM's scheduler thread only. `lora_config`: vLLM's configuration
-    of adapters; None: there are no adapters.
+    """The salts of one engine's requests. Used from vLLM's scheduler thread only.
+
+    `lora_config`: vLLM's configuration of adapters; None: there are no adapters.
     """
 
     max_logged = 256

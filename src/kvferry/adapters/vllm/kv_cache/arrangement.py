@@ -1,6 +1,7 @@
-"""Identifies the arrangement of K and V within a page of an attention backend, by letting the backend write a page. Two
-instances of vLLM can exchange pages if they put the same values at the same bytes. This depends on the bytes that the
-backend writes, not on the release of vLLM or the backend's name. So the backend's own method writes known keys and
+"""Identifies the arrangement of K and V within a page of an attention backend, by letting the backend write a page.
+
+Two instances of vLLM can exchange pages if they put the same values at the same bytes. This depends on the bytes that
+the backend writes, not on the release of vLLM or the backend's name. So the backend's own method writes known keys and
 values into a scratch page, and a digest of the page identifies the arrangement.
 """
 
