@@ -175,7 +175,7 @@ def main() -> None:
         arrivals = generated(options.trace, options.seed, options.for_s)
     else:
         recorded = faster(read_traffic(Path(options.trace)), options.speed)
-        arrivals = part_of(recorded, first_s=options.from_s, last_s=options.from_s + options.for_s)
+        arrivals = part_of(recorded, from_s=options.from_s, until_s=options.from_s + options.for_s)
     print(f"{len(arrivals)} requests in {options.for_s:g} s")
     rules = replace(RULES, targets=LatencyTargets(options.ttft_s, options.itl_s))
     fleet = ScaledModel if options.model else ScaledFleet

@@ -126,9 +126,9 @@ def router(ports: list[int]) -> Iterator[tuple[str, int]]:
             process.terminate()
 
 
-def wait_until_healthy(url: str, within_s: float = 60.0) -> None:
+def wait_until_healthy(url: str, timeout_s: float = 60.0) -> None:
     """Wait for a router with an instance."""
-    end = time.monotonic() + within_s
+    end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=2):

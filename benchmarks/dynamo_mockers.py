@@ -72,9 +72,9 @@ class Mockers:
         return {"dynamo": done.stdout.strip()}
 
 
-def until_served(url: str, within_s: float = 120.0) -> None:
+def until_served(url: str, timeout_s: float = 120.0) -> None:
     """Wait until a completion is answered. Raises `TimeoutError`."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + timeout_s
     body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 1}
     while True:
         try:
@@ -83,5 +83,5 @@ def until_served(url: str, within_s: float = 120.0) -> None:
         except httpx.HTTPError:
             pass
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{url} does not serve within {within_s:g} s")
+            raise TimeoutError(f"{url} does not serve within {timeout_s:g} s")
         time.sleep(0.3)

@@ -119,8 +119,8 @@ def decode_rate(times: TokenTimes) -> float:
 
 def prompt_of(num_tokens: int, seed: int) -> list[int]:
     """A random prompt; the same for the same seed."""
-    source = random.Random(seed)
-    return [source.randrange(5, VOCABULARY) for _ in range(num_tokens)]
+    rng = random.Random(seed)
+    return [rng.randrange(5, VOCABULARY) for _ in range(num_tokens)]
 
 
 def cpu_seconds() -> float:

@@ -91,10 +91,10 @@ async def read_streams(port: int, number: int, path: str, body: dict[str, Any]) 
         writer.write(head.encode() + data)
         count, tail = 0, b""
         while not tail.endswith(b"0\r\n\r\n"):
-            piece = await reader.read(65536)
-            if not piece:
+            chunk = await reader.read(65536)
+            if not chunk:
                 raise RuntimeError("the server broke off")
-            count, tail = count + len(piece), (tail + piece)[-16:]
+            count, tail = count + len(chunk), (tail + chunk)[-16:]
         writer.close()
         return count
 

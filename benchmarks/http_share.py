@@ -191,10 +191,10 @@ async def _stream(port: int, number: int, num_tokens: int) -> int:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     count, tail, ended = 0, b"", False
-    while piece := await reader.read(65536):
-        count += (tail + piece).count(b"data: {")
-        ended = ended or b"data: [DONE]" in tail + piece
-        tail = piece[-6:]
+    while chunk := await reader.read(65536):
+        count += (tail + chunk).count(b"data: {")
+        ended = ended or b"data: [DONE]" in tail + chunk
+        tail = chunk[-6:]
     writer.close()
     if not ended:
         raise RuntimeError("a stream broke off")

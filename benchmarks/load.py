@@ -109,9 +109,9 @@ class Mix:
             return []
         if self.is_evenly_spaced:
             return [(index + 0.5) / self.long_per_s for index in range(round(self.duration_s * self.long_per_s))]
-        source, moments = random.Random(f"arrivals {self.seed}"), [0.0]
+        rng, moments = random.Random(f"arrivals {self.seed}"), [0.0]
         while moments[-1] < self.duration_s:
-            moments.append(moments[-1] + source.expovariate(self.long_per_s))
+            moments.append(moments[-1] + rng.expovariate(self.long_per_s))
         return moments[1:-1]
 
 
@@ -146,13 +146,13 @@ class MixResult:
 
 async def run_mix(url: str, model: str, mix: Mix) -> MixResult:
     """Send the traffic to one endpoint and wait for what was begun."""
-    source = random.Random(mix.seed)
+    rng = random.Random(mix.seed)
     result = MixResult()
     start = time.monotonic()
     end = start + mix.duration_s
 
     def prompt(num_tokens: int) -> list[int]:
-        return [source.randrange(5, mix.vocab_size) for _ in range(num_tokens)]
+        return [rng.randrange(5, mix.vocab_size) for _ in range(num_tokens)]
 
     async def stream_forever(session: aiohttp.ClientSession) -> None:
         while time.monotonic() < end:

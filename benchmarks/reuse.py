@@ -169,8 +169,8 @@ def measure_first_tokens(
     model: str, media: dict[str, str], options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
     """Seconds of each medium, sides taking turns. Every token is compared with the computed one."""
-    draws = random.Random(1)
-    document = [draws.randrange(SHAPE["vocab_size"]) for _ in range(options.tokens)]
+    rng = random.Random(1)
+    document = [rng.randrange(SHAPE["vocab_size"]) for _ in range(options.tokens)]
     samples: dict[str, list[float]] = {}
     with ExitStack() as stack:
         plain = stack.enter_context(closing(engine_of(model, options, None)))
@@ -179,7 +179,7 @@ def measure_first_tokens(
             first_token(engine, [*document, 1])
             settle(engine)
         for _ in range(options.repeat):
-            question = [draws.randrange(SHAPE["vocab_size"]) for _ in range(QUESTION_TOKENS)]
+            question = [rng.randrange(SHAPE["vocab_size"]) for _ in range(QUESTION_TOKENS)]
             prompt = [*document, *question]
             seconds, expected = first_token(plain, prompt)
             samples.setdefault("computed", []).append(seconds)
@@ -191,7 +191,7 @@ def measure_first_tokens(
                         raise RuntimeError(f"{name} gave token {token}, and {expected} was computed")
                     samples.setdefault(label, []).append(seconds)
         for name, engine in engines.items():
-            if not engine.statistics().external.num_external_hits >= options.repeat * (
+            if not engine.statistics().external_kv.num_external_hits >= options.repeat * (
                 options.tokens - 2 * options.block_size
             ):
                 raise RuntimeError(f"{name}: the KV did not come from the store")

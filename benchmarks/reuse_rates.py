@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.core.blocks.layout import KVLayout
-from kvferry.store.base import Block, KVStore, Read
+from kvferry.store.base import Block, BlockRead, KVStore
 from kvferry.store.media.lmcache_client import _request
 from kvferry.store.table import find_store
 
@@ -99,7 +99,7 @@ async def _through(store: KVStore, num_blocks: int, before_get: Callable[[], obj
     for first in range(0, num_blocks, BATCH):
         await store.put([Block(name, parts) for name in names[first : first + BATCH]])
     put_s = time.perf_counter() - began
-    reads = [Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in names]
+    reads = [BlockRead(name, [memoryview(bytearray(size)) for size in sizes]) for name in names]
     before_get()
     began = time.perf_counter()
     for first in range(0, num_blocks, BATCH):

@@ -194,10 +194,10 @@ def measure_vllm(
 
 
 def _document(settings: Mapping[str, Any], repeat: int) -> Document:
-    draws = random.Random(1)
+    rng = random.Random(1)
 
     def some(number: int) -> list[int]:
-        return [draws.randrange(settings["vocab"]) for _ in range(number)]
+        return [rng.randrange(settings["vocab"]) for _ in range(number)]
 
     return Document(some(settings["tokens"]), [some(settings["question"]) for _ in range(repeat)])
 

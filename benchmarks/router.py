@@ -62,7 +62,7 @@ LAPS = 4
 START_S = 60.0
 
 Request = list[float]
-"""When the pieces of an answer came: the first after the request was sent, the others after the one before; ms."""
+"""When the chunks of an answer came: the first after the request was sent, the others after the one before; ms."""
 
 
 @dataclass
@@ -84,12 +84,12 @@ class Case:
 
     @property
     def first(self) -> tuple[float, float]:
-        """Until the first piece."""
+        """Until the first chunk."""
         return percentiles([request[0] for request in self.requests])
 
     @property
     def between(self) -> tuple[float, float]:
-        """Between two pieces."""
+        """Between two chunks."""
         return percentiles([gap for request in self.requests for gap in request[1:]])
 
 
@@ -132,9 +132,9 @@ class Peers:
             raise RuntimeError(done.stderr.strip())
         return [[float(field) / 1e3 for field in line.split()] for line in done.stdout.splitlines()]
 
-    def until_ready(self, port: int, within_s: float = START_S) -> None:
+    def until_ready(self, port: int, timeout_s: float = START_S) -> None:
         """Wait until it serves."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 self.load(port, 1, 1, 0, 0, 1.0)
@@ -257,7 +257,7 @@ def before_mockers(settings: argparse.Namespace, stack: ExitStack, folder: Path,
             lap(peers, router, settings)
     names = [*WAYS, *(f"{number} streams" for number in settings.streams)]
     some = ", ".join(map(str, settings.streams))
-    print(f"| | µs a request: {', '.join(WAYS)} | first piece, ms: {', '.join(WAYS)} | µs a token: {some} | MiB |")
+    print(f"| | µs a request: {', '.join(WAYS)} | first chunk, ms: {', '.join(WAYS)} | µs a token: {some} | MiB |")
     print("|---|---|---|---|---|")
     for router in routers:
         cases = [router.cases[name] for name in names]
@@ -334,7 +334,7 @@ def table(routers: list[Router], streams: list[int]) -> str:
         ]
         lines.append(f"| {router.name} | {' | '.join(cells)} |")
     at = ", ".join(f"{name} {case.first[0]:.2f} (99th: {case.first[1]:.2f})" for name, case in direct.cases.items())
-    return "\n".join([*lines, "", f"Without a router the first piece comes after, ms: {at}."])
+    return "\n".join([*lines, "", f"Without a router the first chunk comes after, ms: {at}."])
 
 
 def main() -> None:

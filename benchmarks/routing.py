@@ -68,20 +68,20 @@ def read_trace(path: Path) -> list[Arrival]:
 def generate(num_sessions: int = 5000, seconds: float = 3600.0, seed: int = 7) -> list[Arrival]:
     """Sessions that all begin with one system block; gaps between turns with median 135 s and 90th percentile 531 s;
     three quarters of the blocks are used once."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     sigma = math.log(531 / 135) / 1.2816
     fresh = iter(range(1, 1 << 60))
     arrivals: list[Arrival] = []
     for _ in range(num_sessions):
-        at, blocks = chance.uniform(0, seconds), [0]
-        turns = 1 if chance.random() < 0.7 else 2 + int(chance.expovariate(1 / 0.8))
+        at, blocks = rng.uniform(0, seconds), [0]
+        turns = 1 if rng.random() < 0.7 else 2 + int(rng.expovariate(1 / 0.8))
         for _ in range(turns):
-            blocks += [next(fresh) for _ in range(1 + int(chance.lognormvariate(2.3, 0.9)))]
-            answer = 1 + int(chance.lognormvariate(5, 0.8))
+            blocks += [next(fresh) for _ in range(1 + int(rng.lognormvariate(2.3, 0.9)))]
+            answer = 1 + int(rng.lognormvariate(5, 0.8))
             # The last block of a prompt is not full: the next turn has another in its place.
             prompt = [*blocks, next(fresh)]
-            arrivals.append(Arrival(at, len(prompt) * BLOCK - chance.randrange(BLOCK), answer, tuple(prompt)))
-            at += 135 * math.exp(chance.gauss(0, sigma))
+            arrivals.append(Arrival(at, len(prompt) * BLOCK - rng.randrange(BLOCK), answer, tuple(prompt)))
+            at += 135 * math.exp(rng.gauss(0, sigma))
     return sorted(arrivals, key=lambda arrival: arrival.at)
 
 
@@ -190,7 +190,7 @@ class Simulation:
 
     def __init__(self, settings: argparse.Namespace, policy: str, knowledge: Knowledge, eviction: str) -> None:
         self._settings, self._knowledge = settings, knowledge
-        self._clock, self._chance, self._spread = ManualClock(), random.Random(3), random.Random(11)
+        self._clock, self._rng, self._router_rng = ManualClock(), random.Random(3), random.Random(11)
         blocks = settings.cache_tokens // BLOCK
         self.servers = [
             Server(f"decode-{number}", BlockCache(blocks, eviction, self._clock))
@@ -225,12 +225,12 @@ class Simulation:
         keys = () if self._knowledge.events else arrival.blocks
         ends = range(BLOCK, BLOCK * len(keys) + 1, BLOCK)
         traits = PromptTraits(num_tokens=len(arrival.blocks) * BLOCK, streams=True, prefix=Prefix(keys, ends, ids))
-        router = self._routers[self._spread.randrange(len(self._routers))]
+        router = self._routers[self._router_rng.randrange(len(self._routers))]
         cached = router.index.match(traits.prefix)
         choice = router.policy.choose(traits, Options([], list(router.seen.values())))
         seen, server = choice.decode, choice.decode.server
-        router.index.served(seen, traits.prefix)
-        router.policy.placed(traits, choice)
+        router.index.record_sent(seen, traits.prefix)
+        router.policy.on_choice_used(traits, choice)
         uncached, begun = max(0, traits.num_tokens - cached.get(seen, 0)), self._clock.now
         work = Work(seen.load, uncached, begun, computes=True, decodes=True)
         hits, gone = server.cache.put(arrival.blocks)
@@ -241,7 +241,7 @@ class Simulation:
         end = first + arrival.num_answer * TOKEN_S
 
         def answered() -> None:
-            work.answered()
+            work.on_answered()
             router.estimates.prefilled(server.name, work.ahead + uncached, first - begun)
 
         def ended() -> None:
@@ -256,12 +256,14 @@ class Simulation:
         knowledge = self._knowledge
         if not knowledge.events:
             return
-        if self._chance.random() >= knowledge.lost and first < len(blocks):
+        if self._rng.random() >= knowledge.lost and first < len(blocks):
             parent = blocks[first - 1] if first else None
             ids = [block for block in blocks[first:] for _ in range(BLOCK)]
             for router in self._routers:
-                self._later(partial(router.index.stored, router.seen[server], blocks[first:], parent, ids, BLOCK))
-        if self._chance.random() >= knowledge.lost and gone:
+                self._later(
+                    partial(router.index.record_stored, router.seen[server], blocks[first:], parent, ids, BLOCK)
+                )
+        if self._rng.random() >= knowledge.lost and gone:
             for router in self._routers:
                 self._later(partial(router.index.removed, router.seen[server], gone))
 

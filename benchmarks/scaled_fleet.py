@@ -42,7 +42,7 @@ class ScaledFleet:
         self._is_followed = isinstance(rule, Kvferry) and not isinstance(rule, Clairvoyant)
         router = {} if rule.from_tokens is None else {"disaggregate_from": str(rule.from_tokens)}
         kind = replace(instance, start_s=START_S, takes_any_role=True)
-        spec = WorldSpec(instance=kind, router=router, has_log=False)
+        spec = WorldSpec(instance=kind, router=router, logs_events=False)
         self._replay = TraceReplay(spec, arrivals, seed=1, fleet=self._fleet(start), on_sample=self._look)
         self._roles: dict[str, str] = {}
         """The role of each instance when it was looked at last."""
@@ -55,7 +55,7 @@ class ScaledFleet:
         """(arrival, TTFT, ITL) of each request that was answered completely, in seconds."""
         return [
             (result.at_s, result.ttft_s, (result.e2e_s - result.ttft_s) / max(1, result.num_tokens - 1))
-            for result in self._replay.answered
+            for result in self._replay.completed_requests
         ]
 
     def run(self) -> dict[str, Any]:
@@ -63,7 +63,9 @@ class ScaledFleet:
         begun, targets = time.process_time(), self._targets
         figures = self._replay.run(Targets(ttft=targets.ttft_s, itl=targets.itl_s))
         if isinstance(self._rule, Kvferry) and self._is_followed:
-            self._rule.said = [f"{decision.at:.0f} {decision.what}: {decision.why}" for decision in figures.decisions]
+            self._rule.said = [
+                f"{decision.at:.0f} {decision.what}: {decision.reason}" for decision in figures.decisions
+            ]
         return {
             "requests": figures.requests,
             "complete": figures.complete,

@@ -108,7 +108,7 @@ class Kvferry(Rule):
         situation = FleetSnapshot(seen.ready, seen.draining, START_S)
         made = decide(self.rules, self._memory, self._measured(seen), situation, seen.now)
         if made.memory != self._memory:
-            self.said.append(f"{seen.now:.0f} {made.what}: {made.why}")
+            self.said.append(f"{seen.now:.0f} {made.what}: {made.reason}")
         self._memory = made.memory
         return made.memory.counts
 

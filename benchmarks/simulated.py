@@ -150,19 +150,19 @@ CONFIGURATIONS = {
 
 def make_trace(configuration: Configuration, duration_s: float, seed: int) -> list[Arrival]:
     """Poisson arrivals, prompts of 64 to 1,500 tokens and answers of 8 to 64, most of them short."""
-    source, now = random.Random(seed), 0.0
+    rng, now = random.Random(seed), 0.0
     arrivals: list[Arrival] = []
     while True:
-        now += source.expovariate(configuration.rate)
+        now += rng.expovariate(configuration.rate)
         if now > duration_s:
             return arrivals
-        prompt = min(1500, max(64, int(source.lognormvariate(5.7, 0.7))))
+        prompt = min(1500, max(64, int(rng.lognormvariate(5.7, 0.7))))
         blocks = -(-prompt // 512)
         first = 1000 + 8 * len(arrivals)
-        if source.random() < configuration.shared:
-            first = -8 * source.randrange(configuration.documents) if configuration.documents > 1 else 0
+        if rng.random() < configuration.shared:
+            first = -8 * rng.randrange(configuration.documents) if configuration.documents > 1 else 0
         ids = tuple(range(first, first + blocks))
-        arrivals.append(Arrival(now, prompt, source.randrange(8, 65), ids))
+        arrivals.append(Arrival(now, prompt, rng.randrange(8, 65), ids))
 
 
 async def play(url: str, arrivals: Sequence[Arrival], num_warm: int) -> list[Streamed]:

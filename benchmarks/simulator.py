@@ -48,7 +48,7 @@ def main() -> None:
         num_prefill=num_prefill,
         num_decode=arguments.instances - num_prefill,
         instance=INSTANCE if arguments.exact else FAST,
-        has_log=arguments.exact,
+        logs_events=arguments.exact,
     )
     arrivals = faster(read_traffic(arguments.trace), arguments.speed)
     settings = {name: str(value) for name, value in vars(arguments).items()} | {"trace": arguments.trace.name}
@@ -66,24 +66,24 @@ def _run(spec: WorldSpec, arrivals: Sequence[Arrival], number: int) -> Iterator[
     memory_mib: list[int] = []
     cpu_s: list[float] = []
     with world.running():
-        first_s = world.simulation.now
-        world.submit(_requests(arrivals, number, first_s, spec.instance.vocab_size))
+        start_s = world.simulation.now
+        world.submit(_requests(arrivals, number, start_s, spec.instance.vocab_size))
         for part in range(1, 11):
             begun = time.process_time()
             while not world.is_done and world.num_ended < part * tenth:
                 world.run_until(lambda: world.is_done or world.num_ended >= part * tenth, spec.request_timeout_s)  # noqa: B023
             cpu_s.append(round(time.process_time() - begun, 1))
             memory_mib.append(_resident_mib())
-            yield _figures(world, world.simulation.now - first_s, cpu_s, memory_mib)
+            yield _figures(world, world.simulation.now - start_s, cpu_s, memory_mib)
 
 
 def _figures(world: World, virtual_s: float, cpu_s: list[float], memory_mib: list[int]) -> dict[str, Any]:
-    ended = [result for result in world.results if result.ends]
+    ended = [result for result in world.results if result.num_ends]
     complete = [result for result in ended if result.outcome == "complete"]
     return {
         "requests": len(ended),
         "complete": len(complete),
-        "wrong": sum(not result.is_right for result in ended),
+        "wrong": sum(not result.has_expected_tokens for result in ended),
         "tokens": sum(result.num_tokens for result in complete),
         "cpu_s": round(sum(cpu_s), 1),
         "virtual_s": round(virtual_s, 1),
@@ -92,9 +92,9 @@ def _figures(world: World, virtual_s: float, cpu_s: list[float], memory_mib: lis
         "instance_seconds_per_s": round(virtual_s * len(world.instances) / sum(cpu_s)),
         "memory_mib": memory_mib,
         "cpu_s_of_each_tenth": cpu_s,
-        "ttft_s": _spread(np.array([result.first_s or 0.0 for result in complete])),
-        "itl_s": _spread(np.array(world.gaps_s)),
-        "errors": world.logged[:3],
+        "ttft_s": _spread(np.array([result.ttft_s or 0.0 for result in complete])),
+        "itl_s": _spread(np.array(world.itl_s)),
+        "errors": world.logged_errors[:3],
     }
 
 
@@ -105,14 +105,14 @@ def _spread(seconds: NDArray[np.floating[Any]]) -> dict[str, float]:
     return {name: round(value, 5) for name, value in spread.items()}
 
 
-def _requests(arrivals: Sequence[Arrival], number: int, first_s: float, vocab_size: int) -> Iterator[RequestSpec]:
+def _requests(arrivals: Sequence[Arrival], number: int, start_s: float, vocab_size: int) -> Iterator[RequestSpec]:
     length_s = arrivals[-1].at_s + 1.0
     made = 0
     for turn in count():
         for arrival in arrivals:
             if made == number:
                 return
-            at_s = first_s + turn * length_s + arrival.at_s
+            at_s = start_s + turn * length_s + arrival.at_s
             yield RequestSpec(at_s, TracePrompt(arrival, made, SEED, vocab_size), arrival.answer_tokens, made)
             made += 1
 

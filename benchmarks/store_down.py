@@ -183,11 +183,11 @@ class Fleet:
         alone, pair = ["--decode-url", self.decode], ["--prefill-url", prefill, "--disaggregate-from", "0"]
         self.computed = stack.enter_context(kvferry("router", *alone, "--port", "0"))
         self.split = stack.enter_context(kvferry("router", *alone, *pair, "--port", "0"))
-        self._dice, self._length = random.Random(5), options.prompt
+        self._rng, self._length = random.Random(5), options.prompt
 
     async def ask(self, session: aiohttp.ClientSession, url: str) -> Streamed:
         """A new prompt, two tokens."""
-        prompt = [self._dice.randrange(5, SHAPE["vocab_size"]) for _ in range(self._length)]
+        prompt = [self._rng.randrange(5, SHAPE["vocab_size"]) for _ in range(self._length)]
         answer = await stream_completion(session, url, "bench", prompt, 2)
         if answer.error or len(answer.token_times) != 2:
             raise RuntimeError(answer.error or "the answer does not have two tokens")

@@ -155,8 +155,8 @@ def _wait_until_up(process: subprocess.Popen[bytes], port: int) -> None:
 
 def prompt_of(index: int) -> list[int]:
     """32 token ids."""
-    source = random.Random(index)
-    return [source.randrange(300, 4000) for _ in range(32)]
+    rng = random.Random(index)
+    return [rng.randrange(300, 4000) for _ in range(32)]
 
 
 async def batch(session: aiohttp.ClientSession, url: str, size: int, num_tokens: int, schema: Any) -> list[Streamed]:

@@ -80,8 +80,8 @@ def read(options: argparse.Namespace, medium: Medium, memory: Memory) -> None:
 
 def scattered(total: int, region: int, size: int) -> tuple[Spans, Spans]:
     """Blocks in random places on both sides, no two neighbours joined: (remote, local) spans."""
-    dice = np.random.default_rng(size)
-    places = [dice.permutation(region // size)[: total // size] * size for _ in range(2)]
+    rng = np.random.default_rng(size)
+    places = [rng.permutation(region // size)[: total // size] * size for _ in range(2)]
     remote, local = ([(offset, size) for offset in side.tolist()] for side in places)
     return remote, local
 

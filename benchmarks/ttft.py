@@ -61,7 +61,7 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> St
 
 async def alternate(urls: dict[str, str], lengths: list[int], repeat: int, seed: str) -> dict[str, dict[str, Figures]]:
     """Medians by form and prompt length; `urls` are by form, one of them "plain"."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     forms = [name for name in urls if name != "plain"]
     seen: dict[str, dict[int, Samples]] = {name: defaultdict(lambda: defaultdict(list)) for name in forms}
     timeout = aiohttp.ClientTimeout(total=600)
@@ -70,8 +70,8 @@ async def alternate(urls: dict[str, str], lengths: list[int], repeat: int, seed:
             runs = min(4 * repeat, max(3, repeat * 2048 // length))
             for run in range(runs + 1):
                 answers = {}
-                for name in dice.sample(sorted(urls), len(urls)):
-                    prompt = [dice.randrange(5, SHAPE["vocab_size"]) for _ in range(length)]
+                for name in rng.sample(sorted(urls), len(urls)):
+                    prompt = [rng.randrange(5, SHAPE["vocab_size"]) for _ in range(length)]
                     answers[name] = await ask(session, urls[name], prompt)
                 for name in forms if run else ():
                     note(seen[name][length], {"plain": answers["plain"], "pair": answers[name]})

@@ -43,8 +43,8 @@ from typing import Any
 import httpx
 
 from kvferry.core.settings.environment import CALM_VLLM
-from kvferry.fleet.processes.vllm.instances import CALM
-from kvferry.fleet.processes.vllm.transfer import for_member, read_transfer
+from kvferry.fleet.processes.vllm.instances import SLEEPING_WAITS
+from kvferry.fleet.processes.vllm.transfer import read_transfer, transfer_for_member
 from models import make_bench_model
 from report import RESULTS, print_machine, processor, save
 from reuse import free_port, server
@@ -75,7 +75,7 @@ class Side:
     def python_path(self) -> str:
         """For its processes."""
         paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        return os.pathsep.join([str(CALM)] * self.calm + paths)
+        return os.pathsep.join([str(SLEEPING_WAITS)] * self.calm + paths)
 
 
 def parse() -> argparse.Namespace:
@@ -188,7 +188,7 @@ def token_ms(sides: Mapping[str, Side], model: str, options: argparse.Namespace)
 @contextmanager
 def _child(side: Side, model: str, options: argparse.Namespace) -> Iterator[subprocess.Popen[str]]:
     transfer = None if side.transfer is None else read_transfer(json.dumps(side.transfer))
-    own = None if transfer is None else for_member(transfer, "both", "alone", 0)
+    own = None if transfer is None else transfer_for_member(transfer, "both", "alone", 0)
     settings = {"model": model, "transfer": own, "tokens": options.tokens, "prompt": PROMPT}
     more = {CALM_VLLM: "0", "PYTHONPATH": side.python_path, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     with subprocess.Popen(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParsedText, ParserContext, Part
+from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParsedOutput, ParsedText, ParserContext
 
 OPEN, CLOSE = "[[", "]]"
 
@@ -18,10 +18,10 @@ class BracketCalls(OutputParser):
     def __init__(self, context: ParserContext) -> None:
         self._held = ""
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[ParsedOutput]:
         """Content up to what may begin a call, and the calls that are complete."""
         self._held += text
-        parts: list[Part] = []
+        parts: list[ParsedOutput] = []
         while (begin := self._held.find(OPEN)) >= 0:
             parts += self._content(begin)
             call = self._call()
@@ -31,15 +31,15 @@ class BracketCalls(OutputParser):
         parts += self._content(len(self._held) - self._held.endswith(OPEN[0]))
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[ParsedOutput]:
         """What was held is no call: it is content."""
         return self._content(len(self._held))
 
-    def _content(self, end: int) -> list[Part]:
+    def _content(self, end: int) -> list[ParsedOutput]:
         text, self._held = self._held[:end], self._held[end:]
         return [ParsedText("content", text)] if text else []
 
-    def _call(self) -> Part | None:
+    def _call(self) -> ParsedOutput | None:
         """The call at the beginning of the held text; None: it is not complete. `]]` may occur in its arguments too."""
         name, _, rest = self._held.removeprefix(OPEN).partition(" ")
         end = rest.find(CLOSE)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
-from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
+from kvferry.store.base import Block, BlockRead, KVStore, PutResult, StoreOptions
 from kvferry.store.record import CorruptBlock
 
 
@@ -47,11 +47,11 @@ class DictStore(KVStore):
         """The longest prefix that is there."""
         return next((count for count, name in enumerate(hashes) if name not in self._records), len(hashes))
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         """Decoding verifies a record; one that does not verify is removed."""
         return [self._get(read) for read in reads]
 
-    def _get(self, read: Read) -> bool:
+    def _get(self, read: BlockRead) -> bool:
         record = self._records.get(read.block_hash)
         if record is None:
             self.activity.count(missing_blocks=1)
@@ -66,23 +66,23 @@ class DictStore(KVStore):
         self.activity.count(loaded_blocks=1, read_bytes=len(record))
         return True
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         """Keep a copy of each."""
         return [self._put(block) for block in blocks]
 
-    def _put(self, block: Block) -> Put:
+    def _put(self, block: Block) -> PutResult:
         if block.block_hash in self._records:
             self._records.move_to_end(block.block_hash)
             self.activity.count(present_blocks=1)
-            return Put.PRESENT
+            return PutResult.PRESENT
         if not self._has_room():
             self.activity.count(dropped_blocks=1)
-            return Put.DROPPED
+            return PutResult.DROPPED
         record = b"".join(self.records.encode(block.block_hash, block.layers))
         self._records[block.block_hash] = record
         self.activity.count(stored_blocks=1, written_bytes=len(record))
         self.activity.stored([block.block_hash])
-        return Put.STORED
+        return PutResult.STORED
 
     def _has_room(self) -> bool:
         """Evicts a block where that is needed; False when all are pinned."""

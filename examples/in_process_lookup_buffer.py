@@ -2,7 +2,7 @@
 
     "lookup_buffer": "in_process_lookup_buffer:InProcessLookupBuffer"
 
-D asks P's table for its news directly, where others send messages, and copies from P's memory. `EntryTable` and
+D asks P's table for its updates directly, where others send messages, and copies from P's memory. `EntryTable` and
 `Selection` do the rest for any lookup buffer: keys, leases and the fence at P, and at D where each block belongs. It is
 meant to be read, and for tests: a lease is not renewed while a request waits in D's queue.
 """
@@ -20,7 +20,7 @@ from kvferry.transport.connection import limited_to
 from kvferry.transport.fabric.shm import copy_one_by_one
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, Source, Taken, Want
 from kvferry.transport.lookup_buffer.entries import Cursor
-from kvferry.transport.lookup_buffer.messages import News
+from kvferry.transport.lookup_buffer.messages import KeyUpdate
 from kvferry.transport.lookup_buffer.selection import Selection
 from kvferry.transport.memory import Span, join
 
@@ -53,13 +53,13 @@ class InProcessLookupBuffer(LookupBuffer):
         def take(generation: int) -> None:
             share = selection.share
             if producer.table.take(want.key, generation, share.reader, share.num_readers, self.engine_id):
-                selection.on_news(News(0, generation, held=True))
+                selection.on_update(KeyUpdate(0, generation, take_confirmed=True))
 
         cursor, loop = Cursor(want.key), asyncio.get_running_loop()
 
         def pass_on() -> None:
-            while (news := producer.table.news(cursor)) is not None:
-                selection.on_news(news)
+            while (update := producer.table.next_update(cursor)) is not None:
+                selection.on_update(update)
 
         def on_change() -> None:  # called on P's threads
             loop.call_soon_threadsafe(pass_on)

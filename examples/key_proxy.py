@@ -81,10 +81,10 @@ class KeyProxy:
                         content = await answer.read()  # all of it, so that another D may still answer
                         self._decode.note(url, failed=False)
                         return web.Response(body=content, status=answer.status, content_type=answer.content_type)
-                    async for piece in answer.content.iter_any():
+                    async for chunk in answer.content.iter_any():
                         if not response.prepared:
                             await response.prepare(request)
-                        await response.write(piece)
+                        await response.write(chunk)
                     await response.write_eof()
                     return response
             except FAILED:

@@ -91,13 +91,13 @@ class ProcessMemoryPeer(FabricPeer):
 
     def __init__(self, described: Description, memory: BlockMemory) -> None:
         self._process = described.process
-        self._theirs = RegionMap([Region(address, size) for address, size in described.regions], "peer's")
-        self._ours = memory.map
+        self._remote = RegionMap([Region(address, size) for address, size in described.regions], "peer's")
+        self._local = memory.map
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
         """Copy, slice by slice. `join` checks the spans: those of `remote` come from the peer."""
         self.require_going(deadline)
-        for part in join(remote, self._theirs, local, self._ours, SLICE_BYTES).slices(SLICE_BYTES, SLICE_PIECES):
+        for part in join(remote, self._remote, local, self._local, SLICE_BYTES).slices(SLICE_BYTES, SLICE_PIECES):
             self.require_going(deadline)
             copy(self._process, part)
             await asyncio.sleep(0)
@@ -109,8 +109,8 @@ class ProcessMemoryPeer(FabricPeer):
 
 def copy(process: int, pieces: Pieces) -> None:
     """Fill our pieces with those of another process. Raises `PeerLost`."""
-    ours, theirs = _vector(pieces.local, pieces.lengths), _vector(pieces.remote, pieces.lengths)
-    num_read = _read(process, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0)
+    local, remote = _vector(pieces.local, pieces.lengths), _vector(pieces.remote, pieces.lengths)
+    num_read = _read(process, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
     if num_read != int(pieces.lengths.sum()):
         reason = os.strerror(ctypes.get_errno()) if num_read < 0 else "part of it is gone"
         raise PeerLost(f"the memory of process {process} cannot be read: {reason}")

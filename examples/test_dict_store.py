@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.store.base import KVStore, Put
+from kvferry.store.base import KVStore, PutResult
 from kvferry.store.table import find_store
 from kvferry.testing.stores import LAYOUT, StoreContract, block_of, fetch, name_of
 
@@ -29,10 +29,10 @@ def test_the_least_recently_used_goes_first_and_pinned_ones_stay() -> None:
         store: KVStore = find_store(f"{URL}?max_blocks=2").make(LAYOUT)
         await store.put([block_of(0), block_of(1)])
         await store.pin([name_of(0)])
-        assert await store.put([block_of(2)]) == [Put.STORED]
+        assert await store.put([block_of(2)]) == [PutResult.STORED]
         assert await fetch(store, range(3)) == [True, False, True]
         await store.pin([name_of(2)])
-        assert await store.put([block_of(3)]) == [Put.DROPPED]
+        assert await store.put([block_of(3)]) == [PutResult.DROPPED]
 
     asyncio.run(main())
 

@@ -1,6 +1,6 @@
 """How a package shows that its router policy does what a policy must: `pytest examples`."""
 
-from kvferry.testing.policy import Fleet, PolicyContract, prompt
+from kvferry.testing.policy import Fleet, PolicyContract, prompt_traits
 
 
 class TestShortest(PolicyContract):
@@ -11,4 +11,4 @@ class TestShortest(PolicyContract):
 def test_who_has_less_to_do_is_taken() -> None:
     fleet = Fleet("shortest_policy:Shortest", 2, 2)
     fleet.prefills[0].load.prefill_tokens = 10
-    assert fleet.choose(prompt(1)).prefill is fleet.prefills[1]
+    assert fleet.choose(prompt_traits(1)).prefill is fleet.prefills[1]

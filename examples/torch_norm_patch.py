@@ -40,12 +40,12 @@ class TorchNorm(ModelPatch):
         weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
         if weight is None or epsilon is None or weight.numel() > self.options.largest:
             return False
-        ours = partial(_forward, weight, epsilon)
+        fused = partial(_forward, weight, epsilon)
         tried = torch.linspace(-3, 3, 4 * weight.numel(), dtype=weight.dtype, device=weight.device)
         rows = tried.reshape(4, -1)
-        if not torch.allclose(ours(rows), norm(rows), rtol=2e-2, atol=1e-4):
+        if not torch.allclose(fused(rows), norm(rows), rtol=2e-2, atol=1e-4):
             return False  # a norm of another formula, such as Gemma's, which scales by 1 + weight
-        norm.forward = ours
+        norm.forward = fused
         return True
 
 

@@ -66,12 +66,14 @@ class Fault:
     seconds: float
 
 
-def draw_faults(random: Random, number: int, within_s: float, kinds: Sequence[Kind | StoreKind] = KINDS) -> list[Fault]:
-    """Faults at any time within `within_s`; most are short, a few last long."""
+def draw_faults(
+    random: Random, number: int, horizon_s: float, kinds: Sequence[Kind | StoreKind] = KINDS
+) -> list[Fault]:
+    """Faults at any time within `horizon_s`; most are short, a few last long."""
     faults = []
     for _ in range(number):
         seconds = random.choice((0.05, 0.3, 1.5, 6.0)) * (0.5 + random.random())
-        fault = Fault(random.random() * within_s, random.choice(kinds), random.random(), random.random(), seconds)
+        fault = Fault(random.random() * horizon_s, random.choice(kinds), random.random(), random.random(), seconds)
         faults.append(fault)
     return sorted(faults, key=lambda fault: fault.at_s)
 
@@ -141,9 +143,9 @@ class FaultInjector:
                 self._pin(instance, fault)
             case "role":
                 other_role: LegRole = "decode" if instance.role == "prefill" else "prefill"
-                own: LegRole = "prefill" if instance.role == "prefill" else "decode"
+                leg_role: LegRole = "prefill" if instance.role == "prefill" else "decode"
                 self._change_role(instance, other_role)
-                self._later(fault, lambda: self._change_role(instance, own))
+                self._later(fault, lambda: self._change_role(instance, leg_role))
 
     def _break_store(self, fault: Fault) -> None:
         simulation, storage = self._world.simulation, self._world.storage
@@ -178,9 +180,9 @@ class FaultInjector:
             for instance in self._world.instances:
                 instance.keep(prompt, pin=False)
 
-    def _operate(self, what: str, change: Callable[[Membership], object]) -> None:
+    def _operate(self, event: str, change: Callable[[Membership], object]) -> None:
         for router in self._world.routers:
-            router.operate(what, change)
+            router.apply_change(event, change)
 
     def _change_role(self, instance: SimInstance, role: LegRole) -> None:
         self._operate(f"has {instance.name} as {role}", lambda membership: membership.change_role(instance.url, role))

@@ -108,16 +108,16 @@ def draw_fleet(seed: int) -> FleetScenario:
     ]
     if not is_gentle:
         changes += draw_faults(random, random.choice((0, 1, 3)), 4.0, OUTSIDE)
-    own = Random(f"kvferry scale {seed}")  # so that the other seeds stay what they were
+    scale_rng = Random(f"kvferry scale {seed}")  # so that the other seeds stay what they were
     scale, world, requests = None, plain.world, plain.requests
-    if own.random() < _SCALED_SHARE:
-        scale = _draw_scale(own) | ({"budget": _MAX_INSTANCES} if is_gentle else {})
+    if scale_rng.random() < _SCALED_SHARE:
+        scale = _draw_scale(scale_rng) | ({"budget": _MAX_INSTANCES} if is_gentle else {})
         requests = [replace(request, at_s=request.at_s + again) for again in _AGAIN_S for request in plain.requests]
         requests.sort(key=lambda timed: timed.at_s)
         room = len(_AGAIN_S) * world.instance.max_waiting  # else they may be refused without a fault
         world = replace(world, instance=replace(world.instance, max_waiting=room))
-    other = Random(f"kvferry controllers {seed}")
-    num_controllers = 2 if other.random() < _TWO_CONTROLLERS_SHARE else 1
+    controller_rng = Random(f"kvferry controllers {seed}")
+    num_controllers = 2 if controller_rng.random() < _TWO_CONTROLLERS_SHARE else 1
     changes.sort(key=lambda timed: timed.at_s)
     return FleetScenario(seed, world, counts, requests, changes, scale, num_controllers)
 
@@ -211,13 +211,13 @@ def run_fleet(scenario: FleetScenario, *, keep_log: bool = False) -> Report:
     with judged(world, scenario, lambda: [*check_bounds(world), *steps.violations]) as report:
         changes, breaker = _Changes(world, scenario), FaultInjector(world)
         if not world.is_settled:
-            report.violations.append(Violation("a fleet becomes what is wanted", "it does not come up"))
+            report.violations.append(Violation("a fleet becomes as desired", "it does not come up"))
         changes.schedule([change for change in scenario.faults if isinstance(change, Change)])
         breaker.schedule([change for change in scenario.faults if isinstance(change, Fault)])
         require_finished(world, report)
         if not world.run_until(lambda: not (changes.num_open or breaker.lasting) and world.is_settled, _CONVERGES_S):
             seen = world.ledger.status()
-            report.violations.append(Violation("a fleet becomes what is wanted", f"{seen}"))
+            report.violations.append(Violation("a fleet becomes as desired", f"{seen}"))
         report.violations.extend(steps.violations)
         report.violations.extend(Violation("one controller acts", what) for what in world.actions_without_lease)
     return report

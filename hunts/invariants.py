@@ -36,23 +36,23 @@ def check_requests(results: list[RequestResult], *, has_faults: bool) -> list[Vi
     violations = []
     for result in results:
         outcome = f"{result.outcome or 'waits'}, {result.status}, {result.num_tokens} tokens"
-        about = f"request {result.number} ({outcome}): {result.why}"
-        if result.ends != 1:
-            violations.append(Violation("ends once", f"{about} ended {result.ends} times"))
-        if not result.is_right:
-            violations.append(Violation("tokens are right", about))
-        if result.outcome == "broken" and '"error"' not in result.why and not result.lost_router:
-            violations.append(Violation("an answer ends with all its tokens or a reason", about))
+        detail = f"request {result.number} ({outcome}): {result.reason}"
+        if result.num_ends != 1:
+            violations.append(Violation("ends once", f"{detail} ended {result.num_ends} times"))
+        if not result.has_expected_tokens:
+            violations.append(Violation("tokens are right", detail))
+        if result.outcome == "broken" and '"error"' not in result.reason and not result.lost_router:
+            violations.append(Violation("an answer ends with all its tokens or a reason", detail))
         if result.status == 500:
-            violations.append(Violation("no internal error", about))
-        if not (has_faults or result.crossed) and result.outcome not in ("complete", "left"):
-            violations.append(Violation("without a fault all is answered", about))
+            violations.append(Violation("no internal error", detail))
+        if not (has_faults or result.sent_on_closed_connection) and result.outcome not in ("complete", "left"):
+            violations.append(Violation("without a fault all is answered", detail))
     return violations
 
 
 def check_errors(world: World) -> list[Violation]:
     """The code itself makes no error: none is logged, and none reaches an event loop."""
-    logged = [Violation("no error is logged", text) for text in world.logged]
+    logged = [Violation("no error is logged", text) for text in world.logged_errors]
     return logged + [
         Violation("no error is lost", f"{error['loop']}: {error['message']}") for error in world.simulation.errors
     ]
@@ -83,11 +83,11 @@ def check_idle(world: World) -> list[Violation]:
             continue
         for instance_view in router.router.services.pools:
             if instance_view.load.num_legs:
-                about = f"{router.host.address} counts {instance_view.load.num_legs} at {instance_view.name}"
-                violations.append(Violation("no leg is left", about))
+                detail = f"{router.host.address} counts {instance_view.load.num_legs} at {instance_view.name}"
+                violations.append(Violation("no leg is left", detail))
             if not (instance_view.trusted or instance_view.draining):
-                about = f"{instance_view.name} is {instance_view.state.value} for {router.host.address}"
-                violations.append(Violation("an instance that answers is used", about))
+                detail = f"{instance_view.name} is {instance_view.state.value} for {router.host.address}"
+                violations.append(Violation("an instance that answers is used", detail))
     return violations
 
 
@@ -180,7 +180,7 @@ def check_bounds(world: FleetWorld) -> list[Violation]:
             )
         if seen is not None and role in seen.roles and seen.roles[role].desired < bounds.min:
             violations.append(
-                Violation("a fleet stays within its bounds", f"{seen.roles[role].desired} {role} are wanted")
+                Violation("a fleet stays within its bounds", f"{seen.roles[role].desired} {role} are desired")
             )
     return violations
 
@@ -202,8 +202,8 @@ class FleetSteps:
         max_members = seen.roles[spec.role].desired + fleet.roll.surge
         number = 1 + sum(member.spec.role == spec.role for member in world.started.values())
         if number > max_members:
-            about = f"{spec.name} is the {number}th {spec.role}, and {max_members} may be there"
-            self.violations.append(Violation("a fleet stays within its surge", about))
+            detail = f"{spec.name} is the {number}th {spec.role}, and {max_members} may be there"
+            self.violations.append(Violation("a fleet stays within its surge", detail))
 
     def require_drained(self, started: StartedMember, grace_s: float) -> None:
         """Nothing runs on an instance that is stopped, and nothing is held there, unless it has failed, everything ends
@@ -215,5 +215,5 @@ class FleetSteps:
         requests = what.engine.scheduler.statistics()
         held = what.engine.statistics().connector.get("num_keys", 0.0)
         if requests.num_running or requests.num_waiting or held:
-            about = f"{started.spec.name}: {requests}, {held:g} hand-offs"
-            self.violations.append(Violation("what is stopped is drained", about))
+            detail = f"{started.spec.name}: {requests}, {held:g} hand-offs"
+            self.violations.append(Violation("what is stopped is drained", detail))

@@ -124,10 +124,10 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
             "unsealed_s": 4 * LEASE_S,
         },
     )
-    own = Random(f"kvferry store {seed}")  # so that seeds without a store stay what they were
-    has_store = own.random() < _STORE_SHARE
+    store_rng = Random(f"kvferry store {seed}")  # so that seeds without a store stay what they were
+    has_store = store_rng.random() < _STORE_SHARE
     if has_store:
-        instance = draw_store(own, instance)
+        instance = draw_store(store_rng, instance)
     late = random.choice((0.0, 0.001, 0.02))
     is_gentle = random.random() < 0.2
     world = WorldSpec(
@@ -135,7 +135,9 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
         num_decode=2 if is_gentle else random.choice((1, 1, 2, 3)),
         num_routers=random.choice((1, 1, 2)),
         instance=instance,
-        network=NetworkSpec(late_share=late, late_s=random.choice((0.01, 0.5)), bandwidth=random.choice((1e8, 1e10))),
+        network=NetworkSpec(
+            late_share=late, max_extra_latency_s=random.choice((0.01, 0.5)), bandwidth=random.choice((1e8, 1e10))
+        ),
         router={
             "policy": random.choice(("cost", "round_robin", "random", "least_loaded", "prefix", "power_of_two")),
             "hand_off": random.choice(("auto", "auto", "sequential", "concurrent")),
@@ -147,24 +149,24 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
     )
     requests = _draw_requests(random, instance)
     if has_store:
-        requests = _repeated(own, requests)
-    other = Random(f"kvferry variant {seed}")
-    requests = with_turns(other, requests, instance)
-    variant = draw_variant(other, has_store=has_store) if with_faults else "usual"
+        requests = _repeated(store_rng, requests)
+    variant_rng = Random(f"kvferry variant {seed}")
+    requests = with_turns(variant_rng, requests, instance)
+    variant = draw_variant(variant_rng, has_store=has_store) if with_faults else "usual"
     match variant:
         case "slow":
-            return Scenario(seed, *slow(other, world), [], keeps_hand_offs=True)
+            return Scenario(seed, *slow(variant_rng, world), [], keeps_hand_offs=True)
         case "direct":
-            return Scenario(seed, *direct(other, world), [])
+            return Scenario(seed, *direct(variant_rng, world), [])
         case "many":
-            world, requests = many(other, world)
-    within_s = max(request.at_s for request in requests) + 2.0
+            world, requests = many(variant_rng, world)
+    horizon_s = max(request.at_s for request in requests) + 2.0
     faults: list[Fault] = []
     if with_faults and is_gentle:
-        faults = draw_faults(random, 1, within_s, STORE_KINDS if has_store and own.random() < 0.7 else GENTLE)
+        faults = draw_faults(random, 1, horizon_s, STORE_KINDS if has_store and store_rng.random() < 0.7 else GENTLE)
     elif with_faults:
         kinds = (*KINDS, *STORE_KINDS, *STORE_KINDS) if has_store else KINDS
-        faults = draw_faults(random, random.choice((1, 2, 4, 8)), within_s, kinds)
+        faults = draw_faults(random, random.choice((1, 2, 4, 8)), horizon_s, kinds)
     return Scenario(seed, world, requests, faults)
 
 
@@ -264,7 +266,7 @@ def judged(
         violations += check_requests(world.results, has_faults=not scenario.must_answer_all)
         violations += check_idle(world) + check_stores(world)
         before_end(world)
-        if not world.end():
+        if not world.shut_down():
             violations.append(Violation("everything can be shut down", "tasks or members are left"))
         if world.network.num_open:
             violations.append(Violation("no connection is left", f"{world.network.num_open} ends are open"))
@@ -274,6 +276,6 @@ def judged(
 
 def require_finished(world: World, report: Report) -> None:
     """Run until all requests have ended; a violation if some do not."""
-    if not world.finish():
-        waiting = [result.number for result in world.results if not result.ends]
+    if not world.run_all_requests():
+        waiting = [result.number for result in world.results if not result.num_ends]
         report.violations.append(Violation("nothing waits without an end", f"requests {waiting}"))

@@ -82,13 +82,13 @@ def make_model(context: Context, architecture: str) -> Path:
 
 def prompts_of(model: Path, count: int) -> list[list[int]]:
     """Prompts of 1 to 90 tokens, some of which end with a block or share a prefix."""
-    source = random.Random(str(model.name))
-    trunk = [source.randrange(5, 500) for _ in range(90)]
-    lengths = [1, BLOCK_SIZE, BLOCK_SIZE + 1, 90, *(source.randrange(2, 90) for _ in range(count))][:count]
+    rng = random.Random(str(model.name))
+    trunk = [rng.randrange(5, 500) for _ in range(90)]
+    lengths = [1, BLOCK_SIZE, BLOCK_SIZE + 1, 90, *(rng.randrange(2, 90) for _ in range(count))][:count]
     prompts = []
     for number, length in enumerate(lengths):
         shared = length // 2 if number % 2 else 0
-        prompts.append([*trunk[:shared], *(source.randrange(5, 500) for _ in range(length - shared))])
+        prompts.append([*trunk[:shared], *(rng.randrange(5, 500) for _ in range(length - shared))])
     return prompts
 
 
@@ -220,7 +220,7 @@ def hand_off(
     producer.connection.send(prompts)
     tickets = [parse_hand_off(params, f"{number}") for number, params in enumerate(producer.connection.recv())]
     answers = answer(engine, prompts, tickets)
-    statistics = engine.statistics().external
+    statistics = engine.statistics().external_kv
     context.record.check(
         f"{name}, handed off: the KV came",
         not statistics.num_load_failures and statistics.num_external_hits > 0,
@@ -251,10 +251,10 @@ def prefill(connection: Connection, model: str, device: str, dtype: str, ranks: 
         rest()
     for _ in range(1000):
         engine.step()
-        if not engine.scheduler.external.statistics().num_held:
+        if not engine.scheduler.external_kv.statistics().num_held:
             break
         rest()
-    connection.send(engine.scheduler.external.statistics().num_held)
+    connection.send(engine.scheduler.external_kv.statistics().num_held)
     connection.recv()  # until this process is ended
 
 
@@ -272,7 +272,7 @@ def _store(context: Context, model: Path, prompts: list[list[int]], dtype: str) 
     engine.close()
     engine = make_engine(model, context.device, dtype, config)
     answers = one_by_one(engine, prompts)
-    hits = engine.statistics().external.num_external_hits
+    hits = engine.statistics().external_kv.num_external_hits
     engine.close()
     context.record.check(f"{dtype}, from a store: the KV came", hits > 0, "no token came from the store")
     record(context, f"{dtype}, from a store", expected, answers, STEP if dtype == "bfloat16" else TOLERANCE)

@@ -21,7 +21,7 @@ LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, *EDGES, *range(WINDOW + 13, WINDOW
 NUM_TOKENS = 12
 CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 32}
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 32 * 4
-"""Two slots, K and V, two heads, 32 numbers of 4 bytes."""
+"""Two layer positions, K and V, two heads, 32 numbers of 4 bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_the_beginning_of_a_prompt(pair: Pair, plain: VllmProcess, prompt_of: Pr
 
 def test_another_request_has_the_transfer_id(pair: Pair, plain: VllmProcess, prompt_of: PromptMaker) -> None:
     """Whatever of a hand-off cannot be made is not handed off, and what was is given back."""
-    from kvferry.adapters.vllm.parts import _transfer_id_of
+    from kvferry.adapters.vllm.sections import _transfer_id_of
 
     prompt = prompt_of(200)
     pair.prefill.ask("freeze")

@@ -46,7 +46,9 @@ class Server(BaseHTTPRequestHandler):
 
 def main(arguments: list[str]) -> None:
     if arguments[0] == "-c":
-        print(json.dumps({"vllm": "0.32.0", "kvferry": True, "on_cpu": True, "lacks": [], "connectors": []}))
+        print(
+            json.dumps({"vllm": "0.32.0", "kvferry": True, "on_cpu": True, "missing_libraries": [], "connectors": []})
+        )
         return
     assert arguments[:3] == ["-m", "vllm.entrypoints.cli.main", "serve"], arguments
     print("(Worker pid=1) Starting to load model", flush=True)

@@ -21,7 +21,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes import running
 from kvferry.fleet.spec.kv_transfer import check_transfer
-from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import EngineChoice, FleetShapeSettings, InstanceSettings, ListenSettings
 from kvferry.http.server.config import HttpAccess
 from kvferry.router.config import RouterConfig
 from support.ports import free_port
@@ -30,7 +30,7 @@ TINY = "kvferry/tiny-python"
 
 
 def check(**listen: Any) -> None:
-    check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(**{"port": 0, **listen}), HttpAccess())
+    check_before_start(EngineConfig(model=TINY), EngineChoice(), ListenSettings(**{"port": 0, **listen}), HttpAccess())
 
 
 def test_what_is_right_passes() -> None:
@@ -54,16 +54,16 @@ def taken() -> Any:
 def test_a_port_in_use(taken: int) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{taken}.*another --port or another --host$"):
         check(port=taken)
-    fleet = FleetSpec(prefill=1, instance_ports=taken - 1)
+    fleet = FleetShapeSettings(prefill=1, instance_ports=taken - 1)
     with pytest.raises(ConfigError, match=r"another --instance-ports$"):
-        check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=0), HttpAccess(), fleet)
+        check_before_start(EngineConfig(model=TINY), EngineChoice(), ListenSettings(port=0), HttpAccess(), fleet)
 
 
 def test_instances_and_the_router_do_not_get_one_port() -> None:
     port = free_port()
-    fleet = FleetSpec(prefill=1, decode=2, instance_ports=port - 1)
+    fleet = FleetShapeSettings(prefill=1, decode=2, instance_ports=port - 1)
     with pytest.raises(ConfigError, match=f"gives an instance port {port}, which is the --port of all"):
-        check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=port), HttpAccess(), fleet)
+        check_before_start(EngineConfig(model=TINY), EngineChoice(), ListenSettings(port=port), HttpAccess(), fleet)
 
 
 def test_a_machine_that_is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_machine_that_is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = EngineConfig(model=TINY), EngineChoice(), Listen(port=0), HttpAccess(), FleetSpec(prefill=1)
+    said = EngineConfig(model=TINY), EngineChoice(), ListenSettings(port=0), HttpAccess(), FleetShapeSettings(prefill=1)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match="--otlp-traces-endpoint needs the package 'opentelemetry-sdk'"):
         check_before_start(*said, RouterConfig(otlp_traces_endpoint="http://127.0.0.1:1/v1/traces"))
@@ -91,15 +91,18 @@ def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_memory_than_the_machine_has() -> None:
     """Of all instances together."""
     there = psutil.virtual_memory().total + psutil.swap_memory().total
-    engine, fleet = EngineConfig(model=TINY, device="cpu", kv_cache_memory=str(there * 2 // 3)), FleetSpec(prefill=1)
-    check_before_start(engine, EngineChoice(), Listen(port=0), HttpAccess())
+    engine, fleet = (
+        EngineConfig(model=TINY, device="cpu", kv_cache_memory=str(there * 2 // 3)),
+        FleetShapeSettings(prefill=1),
+    )
+    check_before_start(engine, EngineChoice(), ListenSettings(port=0), HttpAccess())
     with pytest.raises(ConfigError, match=r"--kv-cache-memory \d+ for each of 2 instances: this machine has"):
-        check_before_start(engine, EngineChoice(), Listen(port=0), HttpAccess(), fleet)
+        check_before_start(engine, EngineChoice(), ListenSettings(port=0), HttpAccess(), fleet)
 
 
 def test_more_instances_than_a_machine_runs() -> None:
     with pytest.raises(ConfigError, match="ask for 20000 instances on this machine; at most 256"):
-        FleetSpec(prefill=10_000, decode=10_000)
+        FleetShapeSettings(prefill=10_000, decode=10_000)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +121,13 @@ def test_more_instances_than_a_machine_runs() -> None:
 def test_what_the_connectors_of_a_fleet_need(transfer: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         check_before_start(
-            EngineConfig(model=TINY), EngineChoice(), Listen(port=0), HttpAccess(), FleetSpec(prefill=1),
+            EngineConfig(model=TINY),
+            EngineChoice(),
+            ListenSettings(port=0),
+            HttpAccess(),
+            FleetShapeSettings(prefill=1),
             transfer=json.dumps(transfer),
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +142,9 @@ def test_what_the_connectors_of_a_fleet_need(transfer: dict[str, Any], told: str
 def test_policies_of_the_router(said: dict[str, Any], told: str) -> None:
     router = RouterConfig(**said)
     with pytest.raises(ConfigError, match=told):
-        check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=0), HttpAccess(), router=router)
+        check_before_start(
+            EngineConfig(model=TINY), EngineChoice(), ListenSettings(port=0), HttpAccess(), router=router
+        )
 
 
 @pytest.mark.parametrize("name", ["a b", "X-Session-Id:", "é"])
@@ -149,12 +158,14 @@ def test_addresses_for_kv_events() -> None:
         EngineConfig(model=TINY, kv_events="nowhere")
     with pytest.raises(ConfigError, match="--kv-events-replay 'x' is not an address"):
         EngineConfig(model=TINY, kv_events="tcp://127.0.0.1:*", kv_events_replay="x")
-    engine, fleet = EngineConfig(model=TINY, kv_events="tcp://127.0.0.1:5557"), FleetSpec(prefill=1)
+    engine, fleet = EngineConfig(model=TINY, kv_events="tcp://127.0.0.1:5557"), FleetShapeSettings(prefill=1)
     with pytest.raises(ConfigError, match=r"several instances cannot share one address; give port \*"):
-        check_before_start(engine, EngineChoice(), Listen(port=0), HttpAccess(), fleet)
+        check_before_start(engine, EngineChoice(), ListenSettings(port=0), HttpAccess(), fleet)
 
 
-@pytest.mark.parametrize("config", [EngineConfig, InstanceSpec, EngineChoice, Listen, RouterConfig, HttpAccess])
+@pytest.mark.parametrize(
+    "config", [EngineConfig, InstanceSettings, EngineChoice, ListenSettings, RouterConfig, HttpAccess]
+)
 def test_nothing_that_is_given_is_empty(config: Any) -> None:
     """A variable that is not set makes `--kv-transfer-config "$CONFIG"` empty: that is not the default."""
     for name, hint in get_type_hints(config).items():

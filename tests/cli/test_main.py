@@ -26,15 +26,15 @@ from kvferry.core.settings.model import field_help
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.ready import start_messages
 from kvferry.fleet.spec.restart import RestartPolicy
-from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import EngineChoice, FleetShapeSettings, InstanceSettings, ListenSettings
 from kvferry.fleet.spec.variables import flag_variables
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 
-COMMON = [Listen, LogConfig, HttpAccess, HttpLimits]
-CONFIGS = [EngineConfig, EngineChoice, InstanceSpec, FleetSpec, RouterConfig, RestartPolicy, *COMMON]
+COMMON = [ListenSettings, LogConfig, HttpAccess, HttpLimits]
+CONFIGS = [EngineConfig, EngineChoice, InstanceSettings, FleetShapeSettings, RouterConfig, RestartPolicy, *COMMON]
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +84,9 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     ("command", "configs", "absent"),
     [
         ("serve", CONFIGS, {"prefill_url", "decode_url", "bootstrap_port"}),
-        ("prefill", [EngineConfig, EngineChoice, InstanceSpec, *COMMON], set()),
-        ("decode", [EngineConfig, EngineChoice, InstanceSpec, *COMMON], set()),
-        ("router", [RouterConfig, Listen, LogConfig], set()),
+        ("prefill", [EngineConfig, EngineChoice, InstanceSettings, *COMMON], set()),
+        ("decode", [EngineConfig, EngineChoice, InstanceSettings, *COMMON], set()),
+        ("router", [RouterConfig, ListenSettings, LogConfig], set()),
     ],
 )
 def test_every_setting_is_a_flag_with_its_help(
@@ -208,9 +208,9 @@ def test_defaults_are_those_of_the_settings() -> None:
     flags = said("serve", "m")
     assert complete(EngineConfig, flags["engine"], model=flags["model"]) == EngineConfig(model="m")
     assert complete(RouterConfig, flags["router"]) == RouterConfig()
-    assert complete(FleetSpec, flags["fleet"]) == FleetSpec()
-    assert complete(InstanceSpec, flags["instance"]) == InstanceSpec()
-    assert complete(Listen, flags["listen"]) == Listen()
+    assert complete(FleetShapeSettings, flags["fleet"]) == FleetShapeSettings()
+    assert complete(InstanceSettings, flags["instance"]) == InstanceSettings()
+    assert complete(ListenSettings, flags["listen"]) == ListenSettings()
 
 
 def test_what_stands_behind_two_dashes_reaches_vllm_word_by_word() -> None:

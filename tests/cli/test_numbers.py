@@ -24,7 +24,7 @@ from kvferry.core.settings.options import read_options
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
 from kvferry.fleet.spec.restart import RestartPolicy
-from kvferry.fleet.spec.settings import FleetSpec, Listen
+from kvferry.fleet.spec.settings import FleetShapeSettings, ListenSettings
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits
 from kvferry.router.choice.policies.table import find_policy, policy_names, read_settings
@@ -33,7 +33,7 @@ from kvferry.router.edge.tenants import Limits
 from kvferry.store.table import BUILTIN as STORES
 from kvferry.store.table import find_store
 
-CONFIGS = [EngineConfig, FleetSpec, HttpAccess, HttpLimits, Listen, RestartPolicy, RouterConfig]
+CONFIGS = [EngineConfig, FleetShapeSettings, HttpAccess, HttpLimits, ListenSettings, RestartPolicy, RouterConfig]
 MORE = [HttpConfig, ServerConfig]
 """Settings that are no flags, or not under their own name."""
 
@@ -192,7 +192,7 @@ def test_the_bounds_themselves_are_within() -> None:
     for bounds in (Bounds(1, 5), Bounds(0, 5)):
         bounds.require("--x", bounds.min_value)
         bounds.require("--x", bounds.max_value)
-    for config in (FleetSpec(), Listen(), RouterConfig(), HttpConfig()):
+    for config in (FleetShapeSettings(), ListenSettings(), RouterConfig(), HttpConfig()):
         check_bounds(config)
 
 

@@ -56,11 +56,11 @@ NUM_LAST = 20
 
 
 class Traffic:
-    """Two instances, the requests on their way, and dice."""
+    """Two instances, the requests on their way, and rng."""
 
     def __init__(self, producer: FakeEngine, consumer: FakeEngine, seed: int) -> None:
         self.producer, self.consumer = producer, consumer
-        self.dice = random.Random(seed)
+        self.rng = random.Random(seed)
         self.prompts: dict[str, list[int]] = {}
         self.prefills: dict[str, FakeRequest] = {}
         self.decodes: dict[str, FakeRequest] = {}
@@ -75,16 +75,16 @@ class Traffic:
         actions: list[Callable[[], None]] = [self.producer.step, self.consumer.step] * 24
         actions += [self.arrive] * 10 + [self.hand_over] * 10
         actions += [self.abort_prefill, self.abort_decode, self.preempt, self.release]
-        self.dice.choice(actions)()
+        self.rng.choice(actions)()
 
     def arrive(self) -> None:
         if len(self.producer.requests) >= MAX_OPEN or len(self.consumer.requests) >= MAX_OPEN:
             return
         key = f"t{len(self.prompts)}"
-        shared, own = self.dice.randrange(12), self.dice.randrange(1, 15)
-        self.prompts[key] = [*range(shared), *(self.dice.randrange(1000) for _ in range(own))]
+        shared, own = self.rng.randrange(12), self.rng.randrange(1, 15)
+        self.prompts[key] = [*range(shared), *(self.rng.randrange(1000) for _ in range(own))]
         self.prefills[key] = self.producer.add(FakeRequest(f"{key}-p", self.prompts[key], Produce(key)))
-        if self.dice.random() < 0.5:
+        if self.rng.random() < 0.5:
             self.decode(key, self.early_ticket(key))
 
     def early_ticket(self, key: str) -> dict[str, object]:
@@ -116,12 +116,12 @@ class Traffic:
 
     def release(self) -> None:
         if self.prompts:
-            self.producer.scheduler.release(self.dice.choice(list(self.prompts)))
+            self.producer.scheduler.release(self.rng.choice(list(self.prompts)))
 
     def pick(self, engine: FakeEngine, states: tuple[str, ...], do: Callable[[FakeRequest], None]) -> None:
         found = [request for request in engine.requests.values() if request.state in states]
         if found:
-            do(self.dice.choice(found))
+            do(self.rng.choice(found))
 
     def settle(self) -> None:
         """Both go on until every request has ended."""
@@ -154,7 +154,7 @@ class Conversations(Traffic):
 
     def act(self) -> None:
         faults = [self.abort_prefill, self.abort_decode, self.preempt, self.release]
-        self.dice.choice([*[self.arrive, self.hand_over] * 8, *faults])()
+        self.rng.choice([*[self.arrive, self.hand_over] * 8, *faults])()
         for engine in (self.producer, self.consumer):
             engine.step()
             engine.rest()
@@ -166,18 +166,18 @@ class Conversations(Traffic):
         kept = [name for name, decode in self.decodes.items() if decode.ticket is not None]
         hand_off: HandOff = Produce(key)
         before: list[int] = []
-        if kept and self.dice.random() < 0.8:
+        if kept and self.rng.random() < 0.8:
             earlier = kept[-1]
             hand_off = parse_hand_off({**(self.decodes[earlier].ticket or {}), "transfer_id": key}, key)
-            before = self.prompts[earlier][: self.dice.choice([None, None, self.dice.randrange(20)])]
-        self.prompts[key] = [*before[:40], *(self.dice.randrange(1000) for _ in range(self.dice.randrange(1, 15)))]
-        end = self.dice.choice([len(self.prompts[key]), self.dice.randrange(1, len(self.prompts[key]) + 1)])
+            before = self.prompts[earlier][: self.rng.choice([None, None, self.rng.randrange(20)])]
+        self.prompts[key] = [*before[:40], *(self.rng.randrange(1000) for _ in range(self.rng.randrange(1, 15)))]
+        end = self.rng.choice([len(self.prompts[key]), self.rng.randrange(1, len(self.prompts[key]) + 1)])
         self.prefills[key] = self.producer.add(FakeRequest(f"{key}-p", self.prompts[key][:end], hand_off))
-        if self.dice.random() < 0.5:
+        if self.rng.random() < 0.5:
             self.decode(key, self.early_ticket(key))
 
     def decode(self, key: str, ticket: dict[str, object]) -> None:
-        super().decode(key, {**ticket, "keep_for_next_turn": self.dice.random() < 0.7})
+        super().decode(key, {**ticket, "keep_for_next_turn": self.rng.random() < 0.7})
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -122,17 +122,17 @@ def test_what_the_first_rank_hears_of_the_prefill_is_told_at_once() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_tells_each_request_once(seed: int) -> None:
-    dice = random.Random(seed)
-    num_ranks, names = dice.randint(1, 4), [f"r{number}" for number in range(8)]
-    fails = {(rank, name) for rank in range(num_ranks) for name in names if dice.random() < 0.15}
+    rng = random.Random(seed)
+    num_ranks, names = rng.randint(1, 4), [f"r{number}" for number in range(8)]
+    fails = {(rank, name) for rank in range(num_ranks) for name in names if rng.random() < 0.15}
     events = [
         (rank, failed(name) if (rank, name) in fails else loaded(name)) for rank in range(num_ranks) for name in names
     ]
-    dice.shuffle(events)
+    rng.shuffle(events)
     ranks, told = RankReports(num_ranks), list[TransferEvent]()
     for rank, report in events:
         ranks.add(rank, report)
-        if dice.random() < 0.5:
+        if rng.random() < 0.5:
             told += ranks.take()
     told += ranks.take()
     lost = {name for _, name in fails}
@@ -151,7 +151,7 @@ def test_a_report_survives_its_encoding() -> None:
         "b": (PeerLost, "gone"),
         "c": (LayoutMismatch, str(mismatch)),
     }
-    assert vars(errors["c"]) == {"field": "dtype", "ours": "float32", "theirs": "bfloat16"}
+    assert vars(errors["c"]) == {"field": "dtype", "local": "float32", "remote": "bfloat16"}
 
 
 @pytest.mark.parametrize(

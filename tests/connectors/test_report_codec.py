@@ -23,7 +23,7 @@ def test_an_error_keeps_its_class_message_and_attributes() -> None:
     error.place = 3  # type: ignore[attr-defined]
     [failed] = decode_report(encode_report([Failed("r", error, "kept")]))
     assert isinstance(failed, Failed)
-    assert (failed.request_id, failed.kept_as) == ("r", "kept")
+    assert (failed.request_id, failed.held_under) == ("r", "kept")
     assert type(failed.error) is LeaseEnded
     assert str(failed.error) == "the lease ended"
     assert vars(failed.error) == {"place": "3"}

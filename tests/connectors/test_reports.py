@@ -22,7 +22,7 @@ def overdue_load() -> tuple[Reports, ManualClock, Failed]:
     [failed] = reports.take()
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, TransferTimeout)
-    assert (failed.request_id, bool(failed.kept_as)) == ("r", True)
+    assert (failed.request_id, bool(failed.held_under)) == ("r", True)
     return reports, clock, failed
 
 
@@ -37,7 +37,7 @@ def test_a_load_that_is_overdue_has_failed_and_its_blocks_are_released_when_it_e
         reports, clock, failed = overdue_load()
         clock.advance(1000)
         assert taken(reports, Prefilled("r", PrefillResult(first_token=1))) == []
-        assert taken(reports, late) == [Released(failed.kept_as)]
+        assert taken(reports, late) == [Released(failed.held_under)]
         assert taken(reports, late) == [late], "it is forgotten"
 
 

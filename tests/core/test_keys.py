@@ -50,7 +50,7 @@ def test_a_request_is_known_whatever_the_clocks_say(ahead_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "why"),
+    ("what", "reason"),
     [
         ("method", "not signed with"),
         ("target", "not signed with"),
@@ -62,7 +62,7 @@ def test_a_request_is_known_whatever_the_clocks_say(ahead_s: float) -> None:
         ("twice", "used before"),
     ],
 )
-def test_it_is_good_for_nothing_else(what: str, why: str) -> None:
+def test_it_is_good_for_nothing_else(what: str, reason: str) -> None:
     clock = ManualClock(100.0)
     verifier = Verifier(SECRET, "a", clock)
     header = met(verifier, clock).sign("operate", "POST", "/x", b"body")
@@ -86,7 +86,7 @@ def test_it_is_good_for_nothing_else(what: str, why: str) -> None:
         case "twice":
             verifier.check(header, method, target)
             clock.advance(Verifier.lifetime_s - 1)
-    with pytest.raises(AuthenticationFailed, match=why):
+    with pytest.raises(AuthenticationFailed, match=reason):
         verifier.check(header, method, target)
 
 

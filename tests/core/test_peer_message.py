@@ -17,7 +17,7 @@ from kvferry.core.peer_message import PeerMessage
 REQUIRED = {
     "Announcement": {"process", "url", "role"},
     "Challenge": {"server", "now_ns", "proof"},
-    "Decided": {"at", "what", "why"},
+    "ScaleDecision": {"at", "what", "why"},
     "Declaration": set[str](),
     "DeclaredInstance": {"name", "role", "url"},
     "EventsAddress": {"endpoint"},
@@ -58,7 +58,7 @@ def test_a_message_ignores_fields_of_a_newer_release(kind: type[PeerMessage]) ->
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 def test_a_message_needs_no_more_fields_than_older_releases_send(kind: type[PeerMessage]) -> None:
-    required = {field.name for field in msgspec.structs.fields(kind) if field.required}
+    required = {field.encode_name for field in msgspec.structs.fields(kind) if field.required}
     assert required == REQUIRED[kind.__name__]
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.sampling import SamplingParams, child_seed, drawn_by, uniform_draw
+from kvferry.core.sampling import SamplingParams, child_seed, sampling_digest, uniform_draw
 
 
 def test_draws_depend_on_seed_and_position_only() -> None:
@@ -76,7 +76,7 @@ def test_what_draws_a_token_is_named_by_all_that_decides_it() -> None:
         SamplingParams(temperature=0.9, top_p=0.8, min_tokens=1),
         SamplingParams(temperature=0.9, top_p=0.8, min_tokens=1, ignore_eos=True, stop_token_ids=(4,)),
     ]
-    names = [drawn_by("m", one, {2}) for one in [usual, *others]] + [drawn_by("n", usual, {2})]
+    names = [sampling_digest("m", one, {2}) for one in [usual, *others]] + [sampling_digest("n", usual, {2})]
     assert len(set(names)) == len(names)
 
 
@@ -92,4 +92,4 @@ def test_what_draws_a_token_is_named_by_all_that_decides_it() -> None:
 )
 def test_what_does_not_change_the_first_token_is_not_in_the_name(one: SamplingParams, other: SamplingParams) -> None:
     """Also not how long the answer may be, which the prefill leg is told otherwise."""
-    assert drawn_by("m", one, {2}) == drawn_by("m", other, {2})
+    assert sampling_digest("m", one, {2}) == sampling_digest("m", other, {2})

@@ -90,7 +90,7 @@ async def test_a_look_that_fails_ends_no_page(caplog: pytest.LogCaptureFixture) 
     feed = Feed(source, SYSTEM_CLOCK, FAST)
     page, _ = await feed.open()
     source.failure = RuntimeError("planted")
-    await eventually(lambda: "the page could not be updated" in caplog.text, every_s=FAST.tick_s)
+    await eventually(lambda: "the page could not be updated" in caplog.text, interval_s=FAST.tick_s)
     source.failure = None
     while not page.queue.empty():
         page.queue.get_nowait()

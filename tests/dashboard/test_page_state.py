@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.core.clock import ManualClock
-from kvferry.core.messages.traffic import Decided, FleetPlan, RequestObservation, TrafficReport
+from kvferry.core.messages.traffic import FleetPlan, RequestObservation, ScaleDecision, TrafficReport
 from kvferry.dashboard.page_state import FeedSettings, PageState, RecentRequests
 from support.page_source import FakeSource, record, view
 
@@ -44,7 +44,7 @@ async def test_what_happens_to_instances_is_said() -> None:
     delta = await update(state, clock)
     assert delta["events"][0].text == "decode-1 was removed"
     assert delta["instances"] == {"decode-1": None}
-    source.fleet_plan = FleetPlan({"decode": 2}, decisions=(Decided(1.0, "decode 1 → 2", "TTFT"),))
+    source.fleet_plan = FleetPlan({"decode": 2}, decisions=(ScaleDecision(1.0, "decode 1 → 2", "TTFT"),))
     assert (await update(state, clock))["events"][0].text == "scaling: decode 1 → 2 (TTFT)"
     assert "events" not in await update(state, clock)
     assert len(state.snapshot()["events"]) == 5, "a page that opens later sees them too"

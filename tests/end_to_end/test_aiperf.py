@@ -29,14 +29,14 @@ PATH = "/v1/chat/completions"
 
 def write_trace(path: Path) -> list[dict[str, Any]]:
     """Turns of some conversations, all of which begin with one shared block."""
-    dice, fresh = random.Random(1), iter(range(1, 10**6))
+    rng, fresh = random.Random(1), iter(range(1, 10**6))
     talks: list[list[int]] = [[0] for _ in range(NUM_REQUESTS // 4)]
     lines = []
     for number in range(NUM_REQUESTS):
-        talk = dice.choice(talks)
+        talk = rng.choice(talks)
         talk.append(next(fresh))
         at, blocks = int(1000 * SECONDS * number / NUM_REQUESTS), list(talk)
-        line = {"timestamp": at, "input_length": BLOCK * len(talk), "output_length": dice.randrange(4, 24)}
+        line = {"timestamp": at, "input_length": BLOCK * len(talk), "output_length": rng.randrange(4, 24)}
         lines.append({**line, "hash_ids": blocks})
         if len(talk) > 6:
             del talk[1:]

@@ -61,7 +61,7 @@ def test_a_stream_whose_decode_instance_is_killed(model_maker: Any, tmp_path: Pa
     ) as started:
         anthropic, _ = clients(started.router.url)
         whole = create(anthropic, "m", max_tokens=200)
-        pieces, killed = [], False
+        chunks, killed = [], False
         arguments: Any = {
             "max_tokens": 200,
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -69,12 +69,12 @@ def test_a_stream_whose_decode_instance_is_killed(model_maker: Any, tmp_path: Pa
         body = {"temperature": 0, "ignore_eos": True}
         with anthropic.messages.stream(model="m", extra_body=body, **arguments) as received:
             for text in received.text_stream:
-                pieces.append(text)
-                if len(pieces) == 40 and not killed:
+                chunks.append(text)
+                if len(chunks) == 40 and not killed:
                     killed = True
                     decoding(started).kill()
             message = received.get_final_message()
-        assert "".join(pieces) == text_of(message) == text_of(whole)
+        assert "".join(chunks) == text_of(message) == text_of(whole)
         assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 200)
         assert started.router.metric("kvferry_router_continuations_total", outcome="done") == 1
 

@@ -98,7 +98,7 @@ def test_stopped_and_killed(started: Cluster) -> None:
     assert answers(started, stop) == expected
     assert started.router.metric("kvferry_router_continuations_total", outcome="done") > 0
     first.kill(signal.SIGCONT)
-    until(lambda: num_alive(started) == 2, within_s=ANSWER_S)
+    until(lambda: num_alive(started) == 2, timeout_s=ANSWER_S)
     started.require_clean()
 
     killed: list[int] = []
@@ -120,7 +120,7 @@ def test_stopped_and_killed(started: Cluster) -> None:
 
     assert answers(started, kill_the_other) == expected
     started.prefill[0].require_clean()
-    until(lambda: started.prefill[0].metric("kvferry:num_hand_offs_held") == 0, within_s=15)
+    until(lambda: started.prefill[0].metric("kvferry:num_hand_offs_held") == 0, timeout_s=15)
 
 
 def num_alive(started: Cluster) -> int:

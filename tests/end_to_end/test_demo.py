@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvferry.cli.demo.command import LONG_PIECES
+from kvferry.cli.demo.command import LONG_PROMPTS
 
 pytestmark = pytest.mark.processes
 DEMO = [sys.executable, "-m", "kvferry.cli.main", "demo"]
@@ -17,7 +17,7 @@ def test_the_demo_ends_by_itself_and_finds_every_token_equal() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All 192 tokens equal a plain instance's" in done.stdout
     assert "transfer" in done.stdout
-    assert done.stdout.count("▲") == 2 * len(LONG_PIECES) + 1, "each long prompt has its mark, and the marks a legend"
+    assert done.stdout.count("▲") == 2 * len(LONG_PROMPTS) + 1, "each long prompt has its mark, and the marks a legend"
     assert "Longest gap between two tokens" in done.stdout
     assert (done.stdout + done.stderr).lower().count("stopping everything") == 1
 

@@ -49,11 +49,11 @@ class Fleet:
 
     def until_all_are_back(self) -> None:
         """And have been asked what they are, and keep nothing."""
-        until(lambda: self.num_alive("prefill") == 2 and self.num_alive("decode") == 2, within_s=WAIT_S)
+        until(lambda: self.num_alive("prefill") == 2 and self.num_alive("decode") == 2, timeout_s=WAIT_S)
         for member in (*self.prefill, *self.decode):
             member.process.require_clean()
         for member in self.prefill:
-            until(lambda one=member: one.process.metric("kvferry:num_hand_offs_held") == 0, within_s=WAIT_S)  # type: ignore[misc]
+            until(lambda one=member: one.process.metric("kvferry:num_hand_offs_held") == 0, timeout_s=WAIT_S)  # type: ignore[misc]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_one_prefill_dies_then_all_then_they_are_back(fleet: Fleet) -> None:
     assert [fleet.ask(f"one dead {number}") for number in range(2)] == [fleet.expected] * 2
     fleet.prefill[1].process.kill()
     assert [fleet.ask(f"all dead {number}") for number in range(2)] == [fleet.expected] * 2
-    until(lambda: fleet.num_alive("prefill") == 0, within_s=WAIT_S)
+    until(lambda: fleet.num_alive("prefill") == 0, timeout_s=WAIT_S)
     before = fleet.served("whole")
     assert fleet.ask("aggregated") == fleet.expected
     assert fleet.served("whole") == before + 1
@@ -156,12 +156,12 @@ def test_the_router_ends_with_a_stream_under_way(fleet: Fleet) -> None:
             lines.append(line)
             if len(lines) == 20:
                 fleet.router.kill(signal.SIGTERM)
-                until(lambda: refuses(fleet.router.url), within_s=WAIT_S)
+                until(lambda: refuses(fleet.router.url), timeout_s=WAIT_S)
                 ended.set()
     assert [line for line in lines if '"error"' in line] == []
     assert lines[-2] == "data: [DONE]"
     assert ended.is_set()
-    until(lambda: fleet.router.returncode is not None, within_s=WAIT_S)
+    until(lambda: fleet.router.returncode is not None, timeout_s=WAIT_S)
     assert fleet.router.returncode == 0
     for member in (*fleet.prefill, *fleet.decode):
         member.process.require_clean()

@@ -79,7 +79,7 @@ def test_d_dies_before_its_fetch_and_the_lease_ends(started: Cluster) -> None:
     prefilled(started)
     started.decode[0].kill()
     assert started.prefill[0].get("/kvferry/check").status_code == 200  # a lease is no leak
-    until(lambda: started.prefill[0].metric("kvferry:num_hand_offs_held") == 0, within_s=8)
+    until(lambda: started.prefill[0].metric("kvferry:num_hand_offs_held") == 0, timeout_s=8)
     started.prefill[0].require_clean()
 
 
@@ -88,7 +88,7 @@ def test_a_released_ticket_frees_at_once(started: Cluster) -> None:
     assert started.prefill[0].metric("kvferry:num_hand_offs_held") == 1
     released = started.prefill[0].post("/kvferry/release", {"transfer_id": ticket["transfer_id"]})
     assert released.json() == {"released": True}
-    until(lambda: started.prefill[0].metric("kvferry:num_hand_offs_held") == 0, within_s=2)
+    until(lambda: started.prefill[0].metric("kvferry:num_hand_offs_held") == 0, timeout_s=2)
     answer = started.decode[0].complete(PROMPT, kv_transfer_params=ticket)  # too late: recomputed
     assert tokens(answer) == tokens(started.decode[0].complete(PROMPT))
     started.prefill[0].require_clean()
@@ -156,13 +156,13 @@ def test_the_client_leaves(when: str, slow: Cluster) -> None:
     match when:
         case "queued":
             clients = [ask_and_stay(slow, LONG, when), ask_and_stay(slow, LONG[1:], when)]
-            until(lambda: prefill.metric("vllm:num_requests_waiting") == 1, within_s=30)
+            until(lambda: prefill.metric("vllm:num_requests_waiting") == 1, timeout_s=30)
         case "prefill":
             clients = [ask_and_stay(slow, LONG, when)]
-            until(lambda: prefill.metric("vllm:num_requests_running") == 1, within_s=30)
+            until(lambda: prefill.metric("vllm:num_requests_running") == 1, timeout_s=30)
         case _:
             clients = [ask_and_stay(slow, PROMPT, when, max_tokens=3000)]
-            until(lambda: slow.decode[0].metric("vllm:num_requests_running") == 1, within_s=30)
+            until(lambda: slow.decode[0].metric("vllm:num_requests_running") == 1, timeout_s=30)
     for client in clients:
         client.close()
     slow.require_clean()

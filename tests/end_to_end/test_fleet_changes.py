@@ -103,7 +103,7 @@ def test_a_controller_that_dies_ends_nothing_and_the_next_takes_up_what_is_there
 @pytest.mark.timeout(4 * 3600)
 def test_random_changes(fleet: Fleet) -> None:
     """The process that forks instances is killed and stopped too, in the middle of a start."""
-    dice = random.Random(SEED)
+    rng = random.Random(SEED)
 
     def strike(member: str, number: int) -> None:
         _signal(fleet.pid(member), number)
@@ -112,9 +112,9 @@ def test_random_changes(fleet: Fleet) -> None:
         with suppress(psutil.Error):
             for one in psutil.Process(fleet.status.pid).children():
                 if "kvferry.fleet.backends.local.fork_main" in one.cmdline():
-                    _signal(one.pid, dice.choice([signal.SIGKILL, signal.SIGSTOP]))
+                    _signal(one.pid, rng.choice([signal.SIGKILL, signal.SIGSTOP]))
 
-    change_at_random(fleet, dice, NUM_CHANGES, strike, forking_process)
+    change_at_random(fleet, rng, NUM_CHANGES, strike, forking_process)
 
 
 UNITS = """

@@ -187,7 +187,7 @@ def test_a_node_hangs(fleet: RayFleet, nodes: Nodes) -> None:
         try:
             eventually(fleet, lambda: not on(fleet, node), 60)
             events = [*ledger_of(NAME).history()][num_events:]
-            assert any(one.what == "stop" and "GET /health" in one.why for one in events)
+            assert any(one.what == "stop" and "GET /health" in one.reason for one in events)
             fleet.settle()
         finally:
             for one in hung:
@@ -323,20 +323,20 @@ def test_of_two_controllers_one_acts_and_the_other_takes_over(
 @pytest.mark.timeout(4 * 3600)
 def test_random_changes(fleet: RayFleet, nodes: Nodes) -> None:
     """An actor is struck, or its member; and nodes are lost."""
-    dice = random.Random(SEED)
+    rng = random.Random(SEED)
 
     def strike(member: str, number: int) -> None:
         if pair := fleet.processes().get(member):
             with suppress(ProcessLookupError):
-                os.kill(dice.choice(pair), number)
+                os.kill(rng.choice(pair), number)
 
     def lose_node() -> None:
         left = to_lose(fleet, nodes)
-        if left and fleet.may_strike(*on(fleet, node := dice.choice(left))):
+        if left and fleet.may_strike(*on(fleet, node := rng.choice(left))):
             nodes.cluster.remove_node(node, allow_graceful=False)
             nodes.add()
 
-    change_at_random(fleet, dice, NUM_CHANGES, strike, lose_node)
+    change_at_random(fleet, rng, NUM_CHANGES, strike, lose_node)
 
 
 def on(fleet: RayFleet, node: Any) -> list[str]:

@@ -100,11 +100,11 @@ class Clients:
             self.wrong.append(f"{found} for prompt {which}")
 
     def _run(self) -> None:
-        dice = random.Random(1)
+        rng = random.Random(1)
         while not self._ending.is_set():
-            self._asking.append(threading.Thread(target=self._check, args=(dice.randrange(len(PROMPTS)),)))
+            self._asking.append(threading.Thread(target=self._check, args=(rng.randrange(len(PROMPTS)),)))
             self._asking[-1].start()
-            time.sleep(dice.expovariate(self.rate))
+            time.sleep(rng.expovariate(self.rate))
 
     def __enter__(self) -> Clients:
         self._clock.start()
@@ -133,7 +133,7 @@ def spec(ttft_s: float, cool_down_s: float) -> str:
 
 
 def told() -> list[str]:
-    return [f"{one.what} {one.name}: {one.why}" for one in ledger_of(NAME).history()]
+    return [f"{one.what} {one.name}: {one.reason}" for one in ledger_of(NAME).history()]
 
 
 def decided() -> list[str]:

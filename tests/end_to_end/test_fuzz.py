@@ -42,7 +42,7 @@ def require_unharmed(model: Path, folder: Path, *, seed: int, num: int) -> None:
             print(f"{kind:14} {status} {count:6}")
         assert not tally.failures, "\n".join(tally.failures)
         assert [one.returncode for one in processes] == [None] * len(processes)
-        started.require_clean(within_s=15)  # half of the time after which D gives up a load
+        started.require_clean(timeout_s=15)  # half of the time after which D gives up a load
         assert started.router.complete(REFERENCE)["choices"][0] == before
         for one in processes:
             assert "Traceback" not in one.log, one.log[one.log.index("Traceback") - 1000 :][:6000]

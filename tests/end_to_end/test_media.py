@@ -28,10 +28,10 @@ ENGINE = (
     "--max-num-batched-tokens=40",
     "--max-num-seqs=16",
 )
-PIECES = [
+EXTENSIONS = [
     [(7 * place + 131 * number) % 4000 for place in range(length)] for number, length in enumerate((5, 27, 64, 33))
 ]
-PROMPTS = [*accumulate(PIECES), *([9, *prompt] for prompt in accumulate(PIECES))]
+PROMPTS = [*accumulate(EXTENSIONS), *([9, *prompt] for prompt in accumulate(EXTENSIONS))]
 """Each begins with the one before it, so that D has a part of it already."""
 NUM_TOKENS = 4
 """Of an answer: each looks at all of the KV that came, and two ranks take long for one."""

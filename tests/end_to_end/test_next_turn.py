@@ -77,9 +77,9 @@ def test_p_fetches_what_d_has(model_maker: Any, tmp_path: Path, num_workers: int
                 num_before = len(prompt) + NUM_TOKENS - 1  # the answer's last token was never computed
                 prompt = [*prompt, *tokens, *range(30, 50)]
         (prefill,), (decode,) = fleet.prefill, fleet.decode
-        until(lambda: decode.metric("kvferry:num_hand_offs_held") == 2, within_s=20)  # of the last turn of each
+        until(lambda: decode.metric("kvferry:num_hand_offs_held") == 2, timeout_s=20)  # of the last turn of each
         assert operate(fleet, "drain", instance="decode-0") == 200
-        until(lambda: decode.metric("kvferry:num_hand_offs_held") == 0, within_s=20)  # nobody will fetch them
+        until(lambda: decode.metric("kvferry:num_hand_offs_held") == 0, timeout_s=20)  # nobody will fetch them
         prefill.require_clean()
         decode.require_clean()
 
@@ -110,6 +110,6 @@ def test_the_decode_instance_is_gone_between_two_turns(model_maker: Any, tmp_pat
             keeps.kill(signal.SIGCONT)
         (other,) = [one for one in fleet.decode if one is not keeps]
         assert {operate(fleet, "drain", instance=one.url) for one in fleet.decode} == {200}
-        until(lambda: other.metric("kvferry:num_hand_offs_held") == 0, within_s=20)
+        until(lambda: other.metric("kvferry:num_hand_offs_held") == 0, timeout_s=20)
         for one in (*fleet.prefill, other):
             one.require_clean()

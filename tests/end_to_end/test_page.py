@@ -29,17 +29,17 @@ def test_a_fleet_under_load_and_an_instance_that_is_killed(model_maker: Any, tmp
         tab.wait("return /P|queue/.test(document.querySelector('#plot-waits svg').getAttribute('aria-label'))")
         tab.wait("return state.points.some((point) => point.ttft_p50 > 0)")
         tab.wait("return state.points.some((point) => point.hand_off_bytes > 0)")
-        tab.wait("return state.verdict.startsWith('D')", within_s=60)
+        tab.wait("return state.verdict.startsWith('D')", timeout_s=60)
         tab.run("document.querySelector('#tab-requests').click()")
         tab.wait("return document.querySelectorAll('#rows tr').length >= 20")
         assert "prefill-0 → decode-" in tab.text("#rows")
         tab.run("document.querySelector('#tab-chat').click(); document.querySelector('#plain').click()")
         tab.run("document.querySelector('#prompt').value = 'a'; document.querySelector('#whole').click()")
         tab.run("document.querySelector('#ask').requestSubmit()")
-        tab.wait("return document.querySelector('#log').innerText.includes('(client)')", within_s=30)
+        tab.wait("return document.querySelector('#log').innerText.includes('(client)')", timeout_s=30)
         tab.run("document.querySelector('#tab-fleet').click()")
         os.kill(started.decode[1].pid, signal.SIGKILL)
-        tab.wait("return document.querySelector('#events').innerText.includes('decode-1 is down')", within_s=30)
+        tab.wait("return document.querySelector('#events').innerText.includes('decode-1 is down')", timeout_s=30)
         assert tab.log() == []
 
 
@@ -61,7 +61,7 @@ def test_an_instance_of_its_own_shows_its_load_and_a_chat(model_maker: Any, tmp_
         assert tab.run("return document.documentElement.scrollWidth") <= 360
         tab.run("document.querySelector('#tab-chat').click(); document.querySelector('#plain').click()")
         tab.run("document.querySelector('#prompt').value = 'a'; document.querySelector('#ask').requestSubmit()")
-        tab.wait("return document.querySelector('#log').innerText.includes('TTFT')", within_s=30)
+        tab.wait("return document.querySelector('#log').innerText.includes('TTFT')", timeout_s=30)
         assert tab.log() == []
 
 

@@ -58,8 +58,8 @@ NUM_TENANTS = 3
 class Stores:
     """A folder and a server of blocks, and what becomes of such."""
 
-    def __init__(self, folder: Path, server: ValkeyServer, dice: random.Random) -> None:
-        self.folder, self.server, self.dice = folder, server, dice
+    def __init__(self, folder: Path, server: ValkeyServer, rng: random.Random) -> None:
+        self.folder, self.server, self.rng = folder, server, rng
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -67,12 +67,12 @@ class Stores:
 
     def die(self) -> None:
         self.server.kill()
-        time.sleep(self.dice.choice([0.0, 0.3, 2.0]))
+        time.sleep(self.rng.choice([0.0, 0.3, 2.0]))
         self.server.start()
 
     def freeze(self) -> None:
         self.server.pause()
-        time.sleep(self.dice.choice([0.1, 1.5, 3.0]))
+        time.sleep(self.rng.choice([0.1, 1.5, 3.0]))
         self.server.resume()
 
     def forget(self) -> None:
@@ -81,22 +81,22 @@ class Stores:
     def damage(self) -> None:
         """Some files are cut, changed or gone, while they are read and written."""
         files = [path for path in self.folder.rglob("*") if path.is_file()]
-        for path in self.dice.sample(files, min(20, len(files))):
+        for path in self.rng.sample(files, min(20, len(files))):
             with suppress(FileNotFoundError):
-                self.dice.choice([self._cut, self._change, Path.unlink])(path)
+                self.rng.choice([self._cut, self._change, Path.unlink])(path)
 
     def _cut(self, path: Path) -> None:
         with path.open("r+b") as file:
-            file.truncate(self.dice.randrange(path.stat().st_size + 1))
+            file.truncate(self.rng.randrange(path.stat().st_size + 1))
 
     def _change(self, path: Path) -> None:
         with path.open("r+b") as file:
-            file.seek(self.dice.randrange(max(1, path.stat().st_size)))
+            file.seek(self.rng.randrange(max(1, path.stat().st_size)))
             file.write(b"\xa5\x5a")
 
 
 class Chaos:
-    """The instances, the router, the requests under way, and dice."""
+    """The instances, the router, the requests under way, and rng."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class Chaos:
         router: KvferryProcess,
         prompts: dict[str, list[int]],
         stores: Stores | None,
-        dice: random.Random,
+        rng: random.Random,
     ) -> None:
-        self.members, self.router, self.prompts, self.stores, self.dice = members, router, prompts, stores, dice
+        self.members, self.router, self.prompts, self.stores, self.rng = members, router, prompts, stores, rng
         self.prefill = [member for member in members if member.role == "prefill"]
         self.decode = [member for member in members if member.role == "decode"]
         self._starting: dict[str, Future[None]] = {}
@@ -166,7 +166,7 @@ class Chaos:
     def stall(self) -> None:
         link = self._link()
         link.stall()
-        time.sleep(self.dice.choice([0.05, 0.3, LEASE_S * 1.5]))
+        time.sleep(self.rng.choice([0.05, 0.3, LEASE_S * 1.5]))
         link.resume()
 
     def corrupt(self) -> None:
@@ -206,7 +206,7 @@ class Chaos:
 
     def _freeze(self, member: Member) -> None:
         member.process.kill(signal.SIGSTOP)
-        time.sleep(self.dice.choice([0.1, LEASE_S * 1.5, LEASE_S * 6]))
+        time.sleep(self.rng.choice([0.1, LEASE_S * 1.5, LEASE_S * 6]))
         member.process.kill(signal.SIGCONT)
 
     def _kill(self, member: Member) -> None:
@@ -216,14 +216,14 @@ class Chaos:
 
     def _victim(self, members: list[Member]) -> Member:
         """One of a role of which all are there: the other of the two has to do."""
-        member = self.dice.choice(members)
+        member = self.rng.choice(members)
         self.await_starts(member.role)
         return member
 
     def _busy_decode(self) -> Member:
         self.await_starts("decode")
         busy = [one for one in self.decode if one.process.num_running()]
-        return self.dice.choice(busy or self.decode)
+        return self.rng.choice(busy or self.decode)
 
     def await_starts(self, *roles: str) -> None:
         """Those that were killed are back."""
@@ -232,18 +232,18 @@ class Chaos:
                 self._starting.pop(role).result(120)
 
     def _link(self) -> FlakyLink:
-        link = self.dice.choice(self.prefill).link
+        link = self.rng.choice(self.prefill).link
         assert link is not None
         return link
 
     def round(self, pool: ThreadPoolExecutor) -> str:
         """Some requests, and a fault among them; its name."""
-        wanted = self.dice.choices(list(self.expected), k=self.dice.randrange(1, 5))
+        wanted = self.rng.choices(list(self.expected), k=self.rng.randrange(1, 5))
         asked: list[Future[None]] = [pool.submit(self.ask, *one) for one in wanted]
-        if self.dice.random() < 0.3:
-            one = self.dice.choice(list(self.expected))
-            asked.append(pool.submit(self.leave, *one, self.dice.random() * 0.2))
-        time.sleep(self.dice.random() * 0.12)
+        if self.rng.random() < 0.3:
+            one = self.rng.choice(list(self.expected))
+            asked.append(pool.submit(self.leave, *one, self.rng.random() * 0.2))
+        time.sleep(self.rng.random() * 0.12)
         fault = self._fault()
         fault()
         self.outcomes[fault.__name__] += 1
@@ -264,15 +264,15 @@ class Chaos:
         }
         if self.stores is not None:
             faults |= {self.kill_store: 12, self.freeze_store: 10, self.forget_store: 8, self.damage_store: 14}
-        return self.dice.choices(list(faults), weights=list(faults.values()))[0]
+        return self.rng.choices(list(faults), weights=list(faults.values()))[0]
 
     def require_clean(self) -> None:
         self.await_starts("prefill", "decode")
         for member in self.members:
-            member.process.require_clean(within_s=20)
+            member.process.require_clean(timeout_s=20)
         for member in self.prefill:
-            until(lambda one=member.process: one.metric("kvferry:num_hand_offs_held") == 0, within_s=10)
-        until(lambda: not self._in_flight(), within_s=10)
+            until(lambda one=member.process: one.metric("kvferry:num_hand_offs_held") == 0, timeout_s=10)
+        until(lambda: not self._in_flight(), timeout_s=10)
 
     def _in_flight(self) -> int:
         """Legs that the router has open."""
@@ -288,14 +288,14 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(params=["links", pytest.param("stores", marks=pytest.mark.full)])
 def chaos(request: pytest.FixtureRequest, seed: int, model_maker: Any, tmp_path: Path) -> Iterator[Chaos]:
-    model, dice = model_maker("llama"), random.Random(7)
+    model, rng = model_maker("llama"), random.Random(7)
     prompts = {
-        f"prompt of {length}": [dice.randrange(3, 900) for _ in range(length)]
+        f"prompt of {length}": [rng.randrange(3, 900) for _ in range(length)]
         for length in (1, 15, 16, 17, 64, 130, 300, 700)
     }
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     with ExitStack() as stack:
-        stores = _stores(stack, tmp_path, dice) if request.param == "stores" else None
+        stores = _stores(stack, tmp_path, rng) if request.param == "stores" else None
         urls = () if stores is None else stores.urls
         links = [stack.enter_context(flaky_link(free_port())) for _ in range(2)]
         members = [
@@ -309,17 +309,17 @@ def chaos(request: pytest.FixtureRequest, seed: int, model_maker: Any, tmp_path:
         flags = [f"--{member.role}-url=http://127.0.0.1:{member.port}" for member in members]
         flags += ["--health-interval-s=0.3", "--health-timeout-s=1"]
         router = stack.enter_context(kvferry("router", *flags, log=tmp_path / "router.log", ends_cleanly=False))
-        made = Chaos(members, router, prompts, stores, dice)
+        made = Chaos(members, router, prompts, stores, rng)
         stack.callback(made.close)
         yield made
 
 
-def _stores(stack: ExitStack, folder: Path, dice: random.Random) -> Stores:
+def _stores(stack: ExitStack, folder: Path, rng: random.Random) -> Stores:
     if server_binary() is None:
         pytest.skip(f"needs {' or '.join(BINARIES)}; scripts/install_test_servers.sh installs one")
     server = ValkeyServer()
     stack.callback(server.close)
-    return Stores(folder / "blocks", server, dice)
+    return Stores(folder / "blocks", server, rng)
 
 
 @pytest.mark.timeout(300 + 6 * NUM_FAULTS)
@@ -333,7 +333,7 @@ def test_one_fault_after_another(chaos: Chaos) -> None:
             if number % 50 == 49:
                 chaos.require_clean()
         chaos.require_clean()
-        until(lambda: answered(chaos, pool), within_s=20)  # and it serves as if nothing had been
+        until(lambda: answered(chaos, pool), timeout_s=20)  # and it serves as if nothing had been
     print(dict(chaos.outcomes), "continued:", chaos.router.metric("kvferry_router_continuations_total"))
     refused = sum(number for outcome, number in chaos.outcomes.items() if outcome.startswith("refused"))
     assert chaos.outcomes["answered"] > NUM_FAULTS

@@ -42,7 +42,7 @@ def test_instances_register_at_two_routers(model_maker: Any, tmp_path: Path) -> 
             member.start()
         prefill, decode = members
         for router in routers:
-            until(lambda one=router: instances(one) == both, within_s=30)
+            until(lambda one=router: instances(one) == both, timeout_s=30)
         expected = decode.process.complete("Hello", cache_salt="alone")["choices"][0]["token_ids"]
         for router in routers:
             answer = router.complete("Hello", cache_salt=router.url)
@@ -52,7 +52,7 @@ def test_instances_register_at_two_routers(model_maker: Any, tmp_path: Path) -> 
         routers[0].kill()
         first.close()
         again = stack.enter_context(kvferry(*ROUTER, log=tmp_path / "again.log", port=ports[0]))
-        until(lambda: instances(again) == both, within_s=30)
+        until(lambda: instances(again) == both, timeout_s=30)
         assert again.complete("Hello")["choices"][0]["token_ids"] == expected
 
         assert prefill.process.stop() == 0  # it takes its leave
@@ -61,5 +61,5 @@ def test_instances_register_at_two_routers(model_maker: Any, tmp_path: Path) -> 
             assert router.complete("Hello again")["choices"]
         decode.process.kill()  # it cannot
         for router in (again, routers[1]):
-            until(lambda one=router: instances(one) == [], within_s=30)
+            until(lambda one=router: instances(one) == [], timeout_s=30)
         assert again.post("/v1/completions", {"prompt": "Hello"}).status_code == 503

@@ -89,9 +89,9 @@ def ask(router: KvferryProcess) -> socket.socket:
 
 def read(client: socket.socket, num_bytes: int) -> None:
     while num_bytes > 0:
-        piece = client.recv(2**20)
-        assert piece
-        num_bytes -= len(piece)
+        chunk = client.recv(2**20)
+        assert chunk
+        num_bytes -= len(chunk)
 
 
 FORMS = {"as it comes": Endless(EVENT, b""), "to be continued": Endless(MARKED, b"X-Kvferry-Progress: 1\r\n")}

@@ -61,14 +61,14 @@ def test_others_answer_and_it_is_taken_back(role: str, hand_off: str, model_make
         stopped.kill(signal.SIGSTOP)
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(lambda prompt: tokens(started.router, prompt), prompts)) == expected
-        until(lambda: not is_alive(started, f"{role}-0"), within_s=ANSWER_S)
+        until(lambda: not is_alive(started, f"{role}-0"), timeout_s=ANSWER_S)
         assert [tokens(started.router, prompt) for prompt in prompts] == expected
         stopped.kill(signal.SIGCONT)
-        until(lambda: is_alive(started, f"{role}-0"), within_s=ANSWER_S)
+        until(lambda: is_alive(started, f"{role}-0"), timeout_s=ANSWER_S)
         assert [tokens(started.router, prompt) for prompt in prompts] == expected
         started.require_clean()
         for prefill in started.prefill:
-            until(lambda one=prefill: one.metric("kvferry:num_hand_offs_held") == 0, within_s=15)  # type: ignore[misc]
+            until(lambda one=prefill: one.metric("kvferry:num_hand_offs_held") == 0, timeout_s=15)  # type: ignore[misc]
 
 
 def test_a_stream_that_cannot_go_on_elsewhere_ends_with_an_error_when_its_decode_stands_still(

@@ -86,7 +86,7 @@ def disaggregated(checkpoint: Path, tmp_path_factory: Any) -> Iterator[Cluster]:
     "parser", ["qwen3_coder", *(pytest.param(name, marks=pytest.mark.full) for name in ("glm", "kimi_k2", "gpt_oss"))]
 )
 def test_forced_calls_in_forms_of_models(parser: str, checkpoint: Path, tmp_path: Path) -> None:
-    """Over prefill and decode they are those of one instance, valid, and streamed in the same pieces of text."""
+    """Over prefill and decode they are those of one instance, valid, and streamed in the same chunks of text."""
     flags = (f"--tool-call-parser={parser}", *(["--reasoning-parser=gpt_oss"] if parser == "gpt_oss" else []))
     options = ("--served-model-name=m", "--dtype=float32", "--kv-cache-memory=48MiB", *flags)
     transfer = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"lease_s": 8, "timeout_s": 6}}
@@ -152,15 +152,15 @@ def streamed(client: OpenAI, name: str, on_event: Callable[[], None] = lambda: N
     return [choices[index] for index in sorted(choices)]
 
 
-def add_call(calls: list[Any], piece: dict[str, Any]) -> None:
-    """Add a call, or the next piece of the last one's arguments."""
-    index = piece.pop("index")
-    if "id" in piece:
+def add_call(calls: list[Any], chunk: dict[str, Any]) -> None:
+    """Add a call, or the next chunk of the last one's arguments."""
+    index = chunk.pop("index")
+    if "id" in chunk:
         assert index == len(calls)
-        calls.append(piece)
+        calls.append(chunk)
     else:
         assert index == len(calls) - 1
-        calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+        calls[-1]["function"]["arguments"] += chunk["function"]["arguments"]
 
 
 @pytest.mark.parametrize("name", list(BODIES))
@@ -194,9 +194,9 @@ def test_named_tokens_and_intervals_are_the_same_over_two_instances(
         post(process, {**body, "stream": True, "stream_interval": 8}) for process in (plain, disaggregated.router)
     ]
     for events in streams:
-        pieces = [event["choices"][0]["logprobs"]["content"] for event in events[1:]]
-        assert [position for piece in pieces for position in piece] == answers[0]["choices"][0]["logprobs"]["content"]
-        assert [len(piece) for piece in pieces][:2] == [1, 8]
+        chunks = [event["choices"][0]["logprobs"]["content"] for event in events[1:]]
+        assert [position for chunk in chunks for position in chunk] == answers[0]["choices"][0]["logprobs"]["content"]
+        assert [len(chunk) for chunk in chunks][:2] == [1, 8]
 
 
 def post(process: KvferryProcess, body: dict[str, Any]) -> Any:
@@ -227,7 +227,7 @@ def test_a_budget_of_messages_ends_the_thought(plain: KvferryProcess, disaggrega
     assert long.startswith(short)
 
 
-def test_pieces_of_arguments_in_other_apis(plain: KvferryProcess, disaggregated: Cluster) -> None:
+def test_chunks_of_arguments_in_other_apis(plain: KvferryProcess, disaggregated: Cluster) -> None:
     question = [{"role": "user", "content": "Zürich?"}]
     messages = {
         **{"model": "m", "messages": question, "max_tokens": 300, "tool_choice": {"type": "any"}, "seed": 7},
@@ -249,17 +249,17 @@ def test_pieces_of_arguments_in_other_apis(plain: KvferryProcess, disaggregated:
             httpx.post(f"{process.url}/v1/{path}", json={**body, "stream": True}, timeout=60).text
             for path, body in (("messages", messages), ("responses", responses))
         ]
-        pieces = [
+        chunks = [
             [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")] for stream in streams
         ]
-        deltas = [event for event in pieces[0] if event.get("delta", {}).get("type") == "input_json_delta"]
+        deltas = [event for event in chunks[0] if event.get("delta", {}).get("type") == "input_json_delta"]
         indices = dict.fromkeys(event["index"] for event in deltas)
         texts = [
             "".join(event["delta"]["partial_json"] for event in deltas if event["index"] == index) for index in indices
         ]
         assert json.dumps([json.loads(text) for text in texts]) == inputs
         assert len(deltas) > 5 * len(indices)
-        more = [event for event in pieces[1] if event["type"] == "response.function_call_arguments.delta"]
+        more = [event for event in chunks[1] if event["type"] == "response.function_call_arguments.delta"]
         numbers = dict.fromkeys(event["output_index"] for event in more)
         written = ["".join(event["delta"] for event in more if event["output_index"] == number) for number in numbers]
         assert json.dumps(written) == arguments

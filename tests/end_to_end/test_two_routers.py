@@ -40,9 +40,9 @@ def two_routers(model: Path, folder: Path) -> Iterator[tuple[Cluster, KvferryPro
 
 def made_prompts() -> list[list[int]]:
     """They have beginnings in common."""
-    dice = random.Random(3)
-    stem = [dice.randrange(3, 900) for _ in range(200)]
-    return [[*stem[: dice.randrange(1, 200)], number] for number in range(NUM_PROMPTS)]
+    rng = random.Random(3)
+    stem = [rng.randrange(3, 900) for _ in range(200)]
+    return [[*stem[: rng.randrange(1, 200)], number] for number in range(NUM_PROMPTS)]
 
 
 def tokens(server: KvferryProcess, prompt: list[int], salt: str, stream: bool = False, **more: Any) -> list[int]:
@@ -64,11 +64,11 @@ def in_flight(router: KvferryProcess) -> int:
 
 def require_nothing_left(started: Cluster, *routers: KvferryProcess) -> None:
     """At any instance, or by any router's count."""
-    started.require_clean(within_s=30)
+    started.require_clean(timeout_s=30)
     for one in started.prefill:
-        until(lambda one=one: one.metric("kvferry:num_hand_offs_held") == 0, within_s=30)
+        until(lambda one=one: one.metric("kvferry:num_hand_offs_held") == 0, timeout_s=30)
     for router in routers:
-        until(lambda router=router: in_flight(router) == 0, within_s=30)
+        until(lambda router=router: in_flight(router) == 0, timeout_s=30)
 
 
 @pytest.mark.full
@@ -116,7 +116,7 @@ def test_one_of_two_routers_is_killed(model_maker: Any, tmp_path: Path) -> None:
             under_way = [pool.submit(ask, *one) for one in asked]
             for _ in range(24):
                 begun.acquire()
-            until(lambda: in_flight(second) > 0, within_s=30)
+            until(lambda: in_flight(second) > 0, timeout_s=30)
             killing.set()
             second.kill()
             for one in under_way:

@@ -45,11 +45,11 @@ def test_both_keep_what_they_have_and_find_it_again(model_maker: Any, tmp_path: 
             pair = Pair(prefill, decode)
             require_same(expected, pair.run(prompts, GREEDY, form))
             pair.settle()
-            assert (prefill.statistics().external.num_external_hits > 0) == again, "P had it in its cache"
+            assert (prefill.statistics().external_kv.num_external_hits > 0) == again, "P had it in its cache"
             if again:  # D serves a prompt by itself, as for a client that asks it directly
-                before = decode.statistics().external.num_external_hits
+                before = decode.statistics().external_kv.num_external_hits
                 require_same(expected, run_prompts(decode, prompts, GREEDY))
-                assert decode.statistics().external.num_external_hits > before, "D had it in its cache"
+                assert decode.statistics().external_kv.num_external_hits > before, "D had it in its cache"
         finally:
             decode.close()
             prefill.close()

@@ -55,7 +55,7 @@ def test_the_store_of_one_has_nothing_for_the_other(models: tuple[Path, Path], t
         engine = engine_of(model, tmp_path / "shared")
         names.append(engine.model.fingerprint)
         answers[model] = [answer.tokens for answer in run_prompts(engine, prompts, GREEDY)]
-        hits.append(engine.statistics().external.num_external_hits)
+        hits.append(engine.statistics().external_kv.num_external_hits)
         engine.close()
         assert answers[model] == alone[model]
     assert hits[:2] == [0, 0]

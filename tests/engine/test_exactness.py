@@ -124,10 +124,10 @@ def test_prompt_logprobs_are_those_of_the_model(model_maker: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "why"), [("falcon", "attention interface"), ("llama4_text", "chunked_attention")]
+    ("architecture", "reason"), [("falcon", "attention interface"), ("llama4_text", "chunked_attention")]
 )
-def test_what_cannot_run_exactly_is_refused(architecture: str, why: str, model_maker: Any) -> None:
-    with pytest.raises(UnsupportedModel, match=why), engine_of(model_maker(architecture)):
+def test_what_cannot_run_exactly_is_refused(architecture: str, reason: str, model_maker: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=reason), engine_of(model_maker(architecture)):
         pass
 
 

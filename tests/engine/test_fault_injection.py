@@ -51,16 +51,16 @@ ALONE = [
             "_expire",
             "plan_between_steps",
             "schedule",
-            "transferred",
+            "on_transferred",
         ]
     ),
-    *(EXTERNAL + name for name in ("promised_result", "arrived", "match", "begin_load", "end_load")),
-    *(EXTERNAL + name for name in ("plan_between_steps", "released", "completed")),
+    *(EXTERNAL + name for name in ("promised_result", "on_arrived", "match", "begin_load", "end_load")),
+    *(EXTERNAL + name for name in ("plan_between_steps", "release_held", "on_completed")),
     *(POOL + name for name in ("match", "acquire", "allocate", "publish", "num_free_after_acquiring")),
     "kvferry.engine.scheduling.queues:SequenceQueues.start",
     *(
         "kvferry.engine.scheduling.sequence_blocks:SequenceBlocks." + name
-        for name in ("cached", "reserve", "extend", "publish")
+        for name in ("cached_block_ids", "reserve", "extend", "cache_full_blocks")
     ),
     "kvferry.engine.scheduling.limits:SchedulerLimits.end_of",
     "kvferry.engine.scheduling.sequence:Sequence.hashes",
@@ -107,11 +107,11 @@ TOGETHER = [
     P2P + "worker:P2pWorkerSide.start",
     P2P + "worker:P2pWorkerSide.save_layer",
     P2P + "worker:P2pWorkerSide.flush",
-    BUFFER + "entries:EntryTable.news",
+    BUFFER + "entries:EntryTable.next_update",
     BUFFER + "entries:EntryTable.take",
     BUFFER + "entries:EntryTable.renew",
     BUFFER + "fabric:Session._select",
-    BUFFER + "fabric:Session._send_news",
+    BUFFER + "fabric:Session._send_updates",
     BUFFER + "peers:PeerPool._find",
     BUFFER + "peers:Peer.post",
 ]

@@ -108,7 +108,7 @@ def require_hand_off_exact(
         # Once more, over cached prefixes on both sides.
         require_equal(expected["seeded"], pair.run(prompts, SEEDED, form))
         pair.settle()
-        statistics = pair.decode.statistics().external
+        statistics = pair.decode.statistics().external_kv
         assert statistics.num_load_failures == {}
         assert statistics.num_external_hits > 0
         assert pair.prefill.statistics().scheduler.num_prefix_hits > 0
@@ -143,7 +143,7 @@ def test_nor_does_one_between_instances_of_two_ranks(transport: str, model_maker
         for sampling in (GREEDY, SEEDED):
             expected = [run_prompts(engine, [prompt], sampling)[0] for prompt in prompts]
             require_equal(expected, handed_over(engine, prompts, sampling))
-        statistics = engine.statistics().external
+        statistics = engine.statistics().external_kv
         assert statistics.num_load_failures == {}
         assert statistics.num_external_hits == 2 * sum(map(len, prompts))
     finally:
@@ -168,7 +168,7 @@ def handed_over(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Samp
         decodes.append(asked(f"d{number}", prompt, hand_off))
     found = run_requests(engine, decodes)
     rest = IdleWait(engine)
-    while engine.scheduler.external.statistics().num_held:
+    while engine.scheduler.external_kv.statistics().num_held:
         engine.step()
         rest()
     engine.check()

@@ -89,7 +89,7 @@ def test_hand_off_equals_one_engine(
         for sampling, expected in ((GREEDY, alone["greedy"]), (SEEDED, alone["seeded"])):
             require_same(expected, pair.run(alone["prompts"], sampling, form))
         pair.settle()
-        loads = pair.decode.statistics().external
+        loads = pair.decode.statistics().external_kv
         assert loads.num_load_failures == {}
         assert loads.num_external_hits > 0.5 * sum(map(len, alone["prompts"]))  # the KV came, it was not recomputed
 
@@ -107,7 +107,7 @@ def test_other_media(medium: str, form: str, alone: dict[str, Any], request: pyt
     with pair_of(alone["model"], connector, extra=extra, prefill=settings, decode={"block_size": 16}) as pair:
         require_same(alone["greedy"][:NUM_MEDIA_PROMPTS], pair.run(prompts, GREEDY, form))
         pair.settle()
-        loads = pair.decode.statistics().external
+        loads = pair.decode.statistics().external_kv
         assert loads.num_load_failures == {}
         assert loads.num_external_hits > 0.5 * sum(map(len, prompts))
 

@@ -32,7 +32,7 @@ def test_the_server_is_killed_on_the_way(model_maker: Any, form: str) -> None:
             kill = kill_after(6, server)
             require_same(expected, pair.run(prompts, GREEDY, form, must_load=False, on_step=kill))
             assert server.process.poll() is not None
-            assert sum(pair.decode.statistics().external.num_load_failures.values()) > 0
+            assert sum(pair.decode.statistics().external_kv.num_load_failures.values()) > 0
             server.start()
             require_same(expected, pair.run(prompts, GREEDY, form, must_load=False))
             pair.settle()

@@ -47,7 +47,7 @@ def test_other_block_sizes_change_nothing(block_sizes: tuple[int, int], form: st
         sampling = GREEDY if form == "sequential" else SEEDED
         require_same(run_prompts(engines.prefill, prompts, sampling), engines.run(prompts, sampling, form))
         engines.settle()
-        statistics = engines.decode.statistics().external
+        statistics = engines.decode.statistics().external_kv
         assert statistics.num_load_failures == {}
         assert statistics.num_external_hits > 0.5 * sum(map(len, prompts))
 
@@ -107,14 +107,14 @@ def test_a_prefix_may_end_anywhere(form: str, block_sizes: tuple[int, int], mode
             else:
                 ticket = Consume(early_ticket(f"t{split}", prefill.addresses, prefill.scheduler_side))
                 prefill.add(handed)
-            before = decode.statistics().external.num_external_hits
+            before = decode.statistics().external_kv.num_external_hits
             found = run_one(decode, prefill, request(f"d{split}", prompt, ticket))
             assert found.tokens == alone.tokens, f"split at {split}"
-            promised = decode.statistics().external.num_external_hits - before
+            promised = decode.statistics().external_kv.num_external_hits - before
             whole = len(prompt) if form == "concurrent" else split
             assert promised == whole - len(cached) // block_sizes[1] * block_sizes[1]
         engines.settle()
-        assert decode.statistics().external.num_load_failures == {}
+        assert decode.statistics().external_kv.num_load_failures == {}
 
 
 @pytest.mark.parametrize("block_sizes", [(16, 16), *BLOCK_SIZES], ids=str)
@@ -132,14 +132,14 @@ def test_the_next_turn_s_prefill_fetches_what_the_decode_kept(block_sizes: tuple
             hand_off = parse_hand_off({**params, "transfer_id": f"t{number}-2"}, "x")
             assert isinstance(hand_off, Produce)
             prefill.pool.forget_all()  # this P knows nothing of the first turn
-            before = prefill.statistics().external.num_external_hits
+            before = prefill.statistics().external_kv.num_external_hits
             found = turn_of(engines, f"{number}-2", followed, hand_off, keep=False)
-            assert prefill.statistics().external.num_external_hits - before == len(answered) - 1
+            assert prefill.statistics().external_kv.num_external_hits - before == len(answered) - 1
             prefill.pool.forget_all()
             [alone] = run_prompts(prefill, [followed], SHORT)
             assert found.tokens == alone.tokens
         engines.settle()
-        assert prefill.statistics().external.num_load_failures == {}
+        assert prefill.statistics().external_kv.num_load_failures == {}
 
 
 def turn_of(engines: Pair, name: str, prompt: list[int], hand_off: Any, *, keep: bool) -> Answer:
@@ -160,7 +160,7 @@ def test_kept_answers_of_more_conversations_than_fit_keep_no_request_waiting(
             turn_of(engines, str(number), [number, *range(56)], Produce(f"t{number}"), keep=True)
             for number in range(num_blocks // 4 + 3)  # four blocks each
         ]
-        assert decode.statistics().external.num_held > 1
+        assert decode.statistics().external_kv.num_held > 1
         whole = list(range(16 * (num_blocks - 1)))[::-1]
         found = run_one(decode, engines.prefill, request("whole", [token % 97 for token in whole], None))
         assert len(found.tokens) == SHORT.max_tokens
@@ -169,7 +169,7 @@ def test_kept_answers_of_more_conversations_than_fit_keep_no_request_waiting(
         followed = [0, *range(56), *turns[0].tokens, 1, 2, 3]
         engines.prefill.pool.forget_all()
         found = turn_of(engines, "next", followed, hand_off, keep=False)
-        assert engines.prefill.statistics().external.num_load_failures == {"LeaseEnded": 1}
+        assert engines.prefill.statistics().external_kv.num_load_failures == {"LeaseEnded": 1}
         assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
         engines.prefill.pool.forget_all()
         [alone] = run_prompts(engines.prefill, [followed], SHORT)
@@ -184,9 +184,9 @@ def test_a_next_turn_that_tells_it_differently_fetches_what_is_common(model: Pat
         followed = [*first, *(token + 1 for token in turn.tokens), *range(20)]
         hand_off = parse_hand_off({**ticket_of(turn.last), "transfer_id": "t2"}, "x")
         engines.prefill.pool.forget_all()
-        before = engines.prefill.statistics().external.num_external_hits
+        before = engines.prefill.statistics().external_kv.num_external_hits
         found = turn_of(engines, "2", followed, hand_off, keep=False)
-        assert engines.prefill.statistics().external.num_external_hits - before == len(first)
+        assert engines.prefill.statistics().external_kv.num_external_hits - before == len(first)
         engines.prefill.pool.forget_all()
         [alone] = run_prompts(engines.prefill, [followed], SHORT)
         assert found.tokens == alone.tokens
@@ -198,4 +198,4 @@ def test_checksums_change_nothing(model: Path) -> None:
         prompts = random_prompts(NUM_PROMPTS, engines.decode.model.vocab_size, longest=110, block_size=8, seed=4)
         require_same(run_prompts(engines.prefill, prompts, GREEDY), engines.run(prompts, GREEDY, "concurrent"))
         engines.settle()
-        assert engines.decode.statistics().external.num_load_failures == {}
+        assert engines.decode.statistics().external_kv.num_load_failures == {}

@@ -138,7 +138,7 @@ def test_p_stores_and_d_loads(
             assert time.monotonic() - began < 35.0, "a key that is there was waited for"
             if name == "greedy":
                 figures = consumer.statistics()
-                found = figures.external.num_external_hits + figures.scheduler.num_prefix_hits
+                found = figures.external_kv.num_external_hits + figures.scheduler.num_prefix_hits
                 assert found >= sum(map(num_usable, prompts))
     assert not [record for record in caplog.records if "keys do not bring" in record.getMessage()]
 
@@ -160,7 +160,7 @@ def test_what_is_stored_under_a_key_is_compared_and_not_believed(
     half = [*prompt[:80], *(token + 1 for token in prompt[80:])]
     with engine_of(alone["model"], f"file:{tmp_path}") as producer:
         run(producer, keyed("p", prompt, FIRST, store=["k"]))
-        for model, block_size, token, tokens, why in (
+        for model, block_size, token, tokens, reason in (
             (alone["model"], 8, "test", other_prompt, "is of another prompt"),
             (alone["model"], 8, "test", half, "is of another prompt, whose first 80 tokens are the same"),
             (model_maker("qwen2"), 8, "test", prompt, "is of another model, or of another configuration"),
@@ -176,8 +176,8 @@ def test_what_is_stored_under_a_key_is_compared_and_not_believed(
                 )
                 with closing(Engine(config)) as reference:
                     require_same(run_prompts(reference, [tokens], GREEDY), [answer])
-            assert len(said(caplog)) == 1, why
-            assert f"key 'k' {why}" in said(caplog)[0]
+            assert len(said(caplog)) == 1, reason
+            assert f"key 'k' {reason}" in said(caplog)[0]
 
 
 def test_tenants_do_not_see_each_others_keys(
@@ -187,10 +187,10 @@ def test_tenants_do_not_see_each_others_keys(
         run(producer, keyed("p", prompt, FIRST, store=["k"], salt="a"))
         run(d, keyed("b", prompt, GREEDY, load=["k"], salt="b", kvcache_wait_s=0.2))
         run(d, keyed("none", prompt, GREEDY, load=["k"], kvcache_wait_s=0.2))
-        assert d.statistics().external.num_external_hits == 0
+        assert d.statistics().external_kv.num_external_hits == 0
         assert [text.count("is not in the store") for text in said(caplog)] == [1, 1]
         run(d, keyed("a", prompt, GREEDY, load=["k"], salt="a"))
-        assert d.statistics().external.num_external_hits == num_usable(prompt)
+        assert d.statistics().external_kv.num_external_hits == num_usable(prompt)
 
 
 def test_a_stored_key_is_replaced_and_expires(
@@ -250,7 +250,7 @@ def test_a_key_that_comes_later_is_waited_for(alone: dict[str, Any], prompt: lis
                 answer.add(output)
             rest()
         require_same([alone["greedy"][alone["prompts"].index(prompt)]], [answer])
-        assert d.statistics().external.num_external_hits == num_usable(prompt)
+        assert d.statistics().external_kv.num_external_hits == num_usable(prompt)
 
 
 def test_blocks_that_are_gone_are_computed(alone: dict[str, Any], prompt: list[int], tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_with_several_connectors(alone: dict[str, Any], prompt: list[int], tmp_p
     with closing(Engine(config, transfer, auth_token="test")) as second:
         answers = run(second, keyed("d", prompt, GREEDY, load=["k"]))
         require_same([alone["greedy"][alone["prompts"].index(prompt)]], answers)
-        assert second.statistics().external.num_external_hits == num_usable(prompt)
+        assert second.statistics().external_kv.num_external_hits == num_usable(prompt)
         second.check()
 
 
@@ -344,7 +344,7 @@ def test_a_document_is_used_by_its_key_later(alone: dict[str, Any], prompt: list
     questions = [[*document, *range(at, at + 10)] for at in range(3)]
     with engine_of(alone["model"], f"file:{tmp_path}", prefix_caching=False) as consumer:
         run(consumer, *(keyed(f"d{at}", question, FIRST, load=["handbook"]) for at, question in enumerate(questions)))
-        assert consumer.statistics().external.num_external_hits == 3 * len(document)
+        assert consumer.statistics().external_kv.num_external_hits == 3 * len(document)
         assert consumer.statistics().connector["found_keys"] == 3
 
 

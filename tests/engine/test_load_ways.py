@@ -19,7 +19,7 @@ from kvferry.core.request import Request
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.store.base import Read
+from kvferry.store.base import BlockRead
 from kvferry.store.tiered.tiers import TieredStore
 from support.diced_connector import DicedPolicy
 from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts
@@ -77,7 +77,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Some blocks do not come, and leave garbage where they were to go."""
     get, draws = TieredStore.get, random.Random(5)
 
-    async def fail(self: TieredStore, reads: Sequence[Read]) -> list[bool]:
+    async def fail(self: TieredStore, reads: Sequence[BlockRead]) -> list[bool]:
         found = await get(self, reads)
         lost = [draws.random() < share for _ in reads]
         for read, is_lost in zip(reads, lost, strict=True):
@@ -96,7 +96,7 @@ def test_a_load_that_fails_half_way_is_computed(
     failing(monkeypatch, 0.1)
     with closing(engine_of(alone["model"], f"file:{tmp_path}", diced=True)) as engine:
         require_same(alone["greedy"], run_prompts(engine, alone["prompts"], GREEDY))
-        assert sum(engine.statistics().external.num_load_failures.values()) > 0
+        assert sum(engine.statistics().external_kv.num_load_failures.values()) > 0
         engine.check()
     assert taken[LoadMode.MEET] > 0
 
@@ -107,7 +107,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     get, opened = TieredStore.get, threading.Event()
     opened.set()
 
-    async def wait(self: TieredStore, reads: Sequence[Read]) -> list[bool]:
+    async def wait(self: TieredStore, reads: Sequence[BlockRead]) -> list[bool]:
         await asyncio.to_thread(opened.wait, 60)
         return await get(self, reads)
 
@@ -148,7 +148,7 @@ def test_whoever_comes_first_to_the_place_waits_for_the_other(
     with closing(engine_of(alone["model"], f"file:{tmp_path}", diced=True)) as engine:
         begin(engine, alone, gate)
         if first == "the model":
-            until(lambda: not engine.step() and engine.statistics().external.num_loading == 1, 30)
+            until(lambda: not engine.step() and engine.statistics().external_kv.num_loading == 1, 30)
             gate.set()
         else:
             gate.set()
@@ -168,9 +168,9 @@ def test_blocks_that_a_load_still_writes_to_are_not_given_to_others(
         begin(engine, alone, gate)
         engine.abort("0")
         engine.step()
-        assert engine.statistics().external.num_held == 1
+        assert engine.statistics().external_kv.num_held == 1
         gate.set()
-        until(lambda: not engine.step() and engine.statistics().external.num_held == 0, 30)
+        until(lambda: not engine.step() and engine.statistics().external_kv.num_held == 0, 30)
         engine.check()
 
 

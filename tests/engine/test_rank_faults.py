@@ -61,7 +61,7 @@ def run(engine: Engine, name: str) -> tuple[Answer, Answer]:
     [first] = run_requests(engine, [made]).values()
     engine.release(name)
     rest = IdleWait(engine)
-    while engine.has_work or engine.scheduler.external.statistics().num_held:
+    while engine.has_work or engine.scheduler.external_kv.statistics().num_held:
         engine.step()
         rest()
     [second] = run_requests(engine, [request(f"{name}-plain")]).values()

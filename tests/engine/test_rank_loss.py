@@ -91,7 +91,7 @@ def test_a_rank_killed_while_steps_run_is_named(model_maker: Any) -> None:
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_stands_still_is_not_waited_for_for_ever(model_maker: Any) -> None:
-    engine = two_ranks(model_maker("llama"), RankOptions(step_s=1.0, answer_s=2.0, end_s=1.0))
+    engine = two_ranks(model_maker("llama"), RankOptions(step_s=1.0, answer_s=2.0, end_timeout_s=1.0))
     pid = pid_of(engine)
     os.kill(pid, signal.SIGSTOP)
     error = run_until_lost(engine)
@@ -115,7 +115,7 @@ async def test_a_rank_lost_while_nothing_runs_ends_the_engine_too(model_maker: A
 
 @pytest.mark.usefixtures("warm_ranks")
 async def test_a_rank_that_hangs_while_nothing_runs_ends_the_engine_too(model_maker: Any) -> None:
-    engine = AsyncEngine(two_ranks(model_maker("llama"), RankOptions(ping_interval_s=0.5, end_s=1.0)), ["m"])
+    engine = AsyncEngine(two_ranks(model_maker("llama"), RankOptions(ping_interval_s=0.5, end_timeout_s=1.0)), ["m"])
     engine.start()
     pid = pid_of(engine.engine)
     assert len([output async for output in engine.generate(request("a", 5))]) == 5

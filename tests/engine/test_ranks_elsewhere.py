@@ -62,7 +62,7 @@ def test_hand_offs_from_and_to_ranks_that_came(model_maker: Any, tmp_path: Path)
             require_same(expected, run_prompts(pair.prefill, prompts, GREEDY))
             require_same(expected, pair.run(prompts, GREEDY, "sequential"))
             pair.settle()
-            loads = pair.decode.statistics().external
+            loads = pair.decode.statistics().external_kv
             assert loads.num_load_failures == {}
             assert loads.num_external_hits > 0.5 * sum(map(len, prompts))  # the KV came, it was not recomputed
 
@@ -79,7 +79,7 @@ def test_a_rank_that_is_killed_is_named(model_maker: Any, tmp_path: Path) -> Non
 
 def test_a_rank_that_stands_still_is_not_waited_for_for_ever(model_maker: Any, tmp_path: Path) -> None:
     """Who has started it ends it; this engine goes on without."""
-    brief = RankOptions(step_s=1.0, answer_s=2.0, end_s=1.0)
+    brief = RankOptions(step_s=1.0, answer_s=2.0, end_timeout_s=1.0)
     with rank_coming(tmp_path) as (settings, rank):
         engine = two_ranks(model_maker("llama"), settings, brief)
         os.kill(rank.process.pid, signal.SIGSTOP)

@@ -43,16 +43,16 @@ def test_d_computes_what_does_not_come(
     with pair_of(model_maker("llama"), connector, extra=extra, prefill=BLOCK, decode=BLOCK) as pair:
         prompts = random_prompts(3, pair.decode.model.vocab_size, longest=60, block_size=8, seed=6)
         found = pair.run(prompts, GREEDY, form, must_load=False)
-        failures = pair.decode.statistics().external.num_load_failures
+        failures = pair.decode.statistics().external_kv.num_load_failures
         assert failures == {"TransferTimeout": 3}
-        num_held = len(pair.decode.scheduler.external.held_blocks)
+        num_held = len(pair.decode.scheduler.external_kv.held_blocks)
         assert num_held > 0, "nobody else gets these blocks"
-        assert pair.decode.statistics().external.num_held == 3
+        assert pair.decode.statistics().external_kv.num_held == 3
         gate.set()
         end = time.monotonic() + 20
-        while pair.decode.scheduler.external.held_blocks:
+        while pair.decode.scheduler.external_kv.held_blocks:
             assert time.monotonic() < end
             pair.decode.step()
         require_same(found, pair.run(prompts, GREEDY, form, must_load=False))
-        assert pair.decode.statistics().external.num_load_failures == failures, "what is read comes again"
+        assert pair.decode.statistics().external_kv.num_load_failures == failures, "what is read comes again"
         pair.settle()

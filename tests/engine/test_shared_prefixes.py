@@ -75,4 +75,4 @@ def test_answers_are_those_of_one_engine(
         assert not wrong
         if setting == "tight":
             assert pair.decode.statistics().scheduler.num_preemptions, "nothing was preempted"
-        assert pair.decode.statistics().external.num_external_hits
+        assert pair.decode.statistics().external_kv.num_external_hits

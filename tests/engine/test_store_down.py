@@ -66,9 +66,9 @@ def hand_offs(
 
     def hand_off(pair: Pair) -> bool:
         prompt, expected = next(rest)
-        before = pair.decode.statistics().external.num_external_hits
+        before = pair.decode.statistics().external_kv.num_external_hits
         require_same([expected], pair.run([prompt], GREEDY, "sequential", must_load=False))
-        return pair.decode.statistics().external.num_external_hits > before
+        return pair.decode.statistics().external_kv.num_external_hits > before
 
     with pair_of(model, place.connector, extra=extra, **SETTINGS) as pair:
         yield lambda: hand_off(pair)

@@ -102,7 +102,7 @@ def test_what_is_reused_is_what_was_computed(
         require_same(alone["seeded"], run_prompts(second, alone["prompts"], SEEDED))
         with closing(engine_of(alone["model"], connector, extra)) as third:
             require_same(alone["greedy"], run_prompts(third, alone["prompts"], GREEDY))
-            figures = third.statistics().external
+            figures = third.statistics().external_kv
             assert figures.num_external_hits > 0, "nothing came from the store"
 
 
@@ -136,7 +136,7 @@ def test_engines_with_other_codecs_and_layouts_in_one_place(
             for answers in run_side_by_side(engines, alone["prompts"]):
                 require_same(alone["greedy"], answers)
         for engine in engines:
-            assert engine.statistics().external.num_external_hits > 0
+            assert engine.statistics().external_kv.num_external_hits > 0
             assert engine.statistics().connector.get("corrupt_blocks", 0) == 0
             engine.check()
     if kind == "file":

@@ -118,7 +118,7 @@ def test_tokens_are_those_of_one_engine_alone(
             require_same(alone["answers"], answers)
         require_same(alone["answers"], run_prompts(other, prompts, GREEDY))
         if case[2] == "ample" and case[5] == "always":
-            assert other.statistics().external.num_external_hits > 0, "nothing came from the store"
+            assert other.statistics().external_kv.num_external_hits > 0, "nothing came from the store"
         for engine in (first, other):
             engine.check()
             assert engine.statistics().connector.get("corrupt_blocks", 0) == 0

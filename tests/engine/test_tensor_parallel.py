@@ -61,7 +61,7 @@ def test_two_ranks_answer_as_one(family: str, model_maker: Any) -> None:
         assert both.model.fingerprint == fingerprint
         assert (both.layout.tp_size, both.layout.tp_rank) == (2, 0)
         for ours, whole in zip(both.layout.layers, layers, strict=True):
-            assert ours.whole_kv_heads == whole.num_kv_heads
+            assert ours.model_kv_heads == whole.num_kv_heads
             assert ours.num_kv_heads == whole.num_kv_heads // (2 if FAMILIES[family] == "split" else 1)
 
 
@@ -147,7 +147,7 @@ def test_hand_offs_between_one_rank_and_two(prefill: int, decode: int, family: s
         require_same(expected[GREEDY.temperature], pair.run(prompts, GREEDY, "sequential"))
         require_same(expected[SEEDED.temperature], pair.run(prompts, SEEDED, "concurrent"))
         pair.settle()
-        loads = pair.decode.statistics().external
+        loads = pair.decode.statistics().external_kv
         assert loads.num_load_failures == {}
         assert loads.num_external_hits > 0.5 * sum(map(len, prompts))  # the KV came, it was not recomputed
 
@@ -164,7 +164,7 @@ def test_a_ticket_that_forgets_ranks_is_refused_and_recomputed(model_maker: Any)
     ) as pair:
         first = pair.prefill.addresses[:1]
         require_same(expected, pair.run(prompts, GREEDY, "concurrent", must_load=False, addresses=first))
-        assert pair.decode.statistics().external.num_load_failures == {"AuthenticationFailed": len(prompts)}
+        assert pair.decode.statistics().external_kv.num_load_failures == {"AuthenticationFailed": len(prompts)}
 
 
 def test_two_ranks_share_a_kv_store(model_maker: Any, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_two_ranks_share_a_kv_store(model_maker: Any, tmp_path: Path) -> None:
             prompts = random_prompts(8, one.model.vocab_size, longest=70, block_size=8, seed=9)
             answers.append(run_prompts(one, prompts, GREEDY))
             one.check()
-            statistics = one.statistics().external
+            statistics = one.statistics().external_kv
             hits.append((statistics.num_external_hits, statistics.num_load_failures))
         finally:
             one.close()

@@ -57,7 +57,7 @@ def test_all_hand_offs_complete(num_prefill: int, num_decode: int, max_num_seqs:
     with ExitStack() as stack:
         prefills = [engine("kv_producer", NUM_BLOCKS) for _ in range(num_prefill)]
         decodes = [engine("kv_consumer", num_blocks) for _ in range(num_decode)]
-        dice, answers = random.Random(5), [Answer() for _ in prompts]
+        rng, answers = random.Random(5), [Answer() for _ in prompts]
         order = list(range(len(prompts)))
         for number in order:
             prefills[number % num_prefill].add(
@@ -68,11 +68,11 @@ def test_all_hand_offs_complete(num_prefill: int, num_decode: int, max_num_seqs:
                     hand_off=Produce(f"t{number}"),
                 )
             )
-        dice.shuffle(order)
+        rng.shuffle(order)
         for number in order:
             prefill = prefills[number % num_prefill]
             ticket = early_ticket(f"t{number}", prefill.addresses, prefill.scheduler_side)
-            decode = dice.choice(decodes)
+            decode = rng.choice(decodes)
             decode.add(
                 Request(
                     request_id=str(number),
@@ -94,7 +94,7 @@ def test_all_hand_offs_complete(num_prefill: int, num_decode: int, max_num_seqs:
 
         assert [answer.tokens for answer in answers] == tokens
         for decode in decodes:
-            assert decode.statistics().external.num_load_failures == {}
+            assert decode.statistics().external_kv.num_load_failures == {}
         for one in (*prefills, *decodes):
             one.check()
             one.pool.check()

@@ -25,8 +25,8 @@ class WeightsWereRead(KvferryError):
 
 
 def start(transfer: dict[str, Any] | None = None, token: str = "", **settings: Any) -> None:
-    def progress(what: str, share: float) -> None:
-        if "weights" in what:
+    def progress(phase: str, share: float) -> None:
+        if "weights" in phase:
             raise WeightsWereRead
 
     config = EngineConfig(**{"model": TINY, "dtype": "float32", **settings})

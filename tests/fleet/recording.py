@@ -16,8 +16,8 @@ class RecordingDisplay:
     def starting(self, names: Sequence[str]) -> None:
         self._tell("starting", *names)
 
-    def progress(self, name: str, what: str, fraction: float) -> None:
-        self._tell("progress", name, what, str(fraction))
+    def progress(self, name: str, phase: str, fraction: float) -> None:
+        self._tell("progress", name, phase, str(fraction))
 
     def ready(self, name: str, url: str) -> None:
         self._tell("ready", name, url)

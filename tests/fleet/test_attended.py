@@ -200,9 +200,9 @@ async def test_a_second_ctrl_c_kills_at_once() -> None:
 async def test_nor_does_a_second_ctrl_c_wait_for_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[float] = []
 
-    async def leave(registrar: Registrar, within_s: float) -> bool:
-        left.append(within_s)
-        await asyncio.sleep(within_s)
+    async def leave(registrar: Registrar, timeout_s: float) -> bool:
+        left.append(timeout_s)
+        await asyncio.sleep(timeout_s)
         return False
 
     monkeypatch.setenv("KVFERRY_AUTH_TOKEN", SECRET)

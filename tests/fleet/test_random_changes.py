@@ -70,8 +70,8 @@ class Recipe:
 class Place:
     """Where members are: on this machine, each in a folder of the fleet's."""
 
-    def __init__(self, folder: Path, dice: random.Random) -> None:
-        self.folder, self.dice = folder, dice
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.folder, self.rng = folder, rng
         self.backend = Backend()
         self.settles_s = 60.0
         self.token = f"{MARK}-{os.getpid()}-{id(self)}"
@@ -105,8 +105,8 @@ class Place:
 class OnRay(Place):
     """Members are actors on the nodes of a cluster."""
 
-    def __init__(self, folder: Path, dice: random.Random, nodes: Any) -> None:
-        super().__init__(folder, dice)
+    def __init__(self, folder: Path, rng: random.Random, nodes: Any) -> None:
+        super().__init__(folder, rng)
         self.nodes = nodes
         self.settles_s = 180.0  # an actor that is stopped may stay for a minute
         self.backend = Backend(kind="ray", address=nodes.address)
@@ -118,7 +118,7 @@ class OnRay(Place):
         return next(root_folder().glob(f"{actor}-*/member"), None)
 
     def any_pid(self, name: str) -> int | None:
-        return self.dice.choice(self.nodes.members().get(name, (None, None)))
+        return self.rng.choice(self.nodes.members().get(name, (None, None)))
 
     def kept(self) -> list[str]:
         import ray
@@ -131,17 +131,17 @@ class OnRay(Place):
         return [one for one in self.nodes.cluster.list_all_nodes() if one is not self.nodes.head]
 
 
-def wanted(dice: random.Random, backend: Backend) -> DesiredFleet:
-    counts = {role: {"count": dice.randint(0, 3), "max": 4} for role in ROLES}
+def wanted(rng: random.Random, backend: Backend) -> DesiredFleet:
+    counts = {role: {"count": rng.randint(0, 3), "max": 4} for role in ROLES}
     counts["prefill"]["can_be"], counts["decode"]["can_be"] = ["decode"], ["prefill"]
-    surge = dice.randint(0, 2)
+    surge = rng.randint(0, 2)
     told = {
         "name": NAME,
-        "model": dice.choice("mn"),
+        "model": rng.choice("mn"),
         "mode": "pooling",
         "role": counts,
         "router": {"count": 1, "port": 0},
-        "roll": {"surge": surge, "unavailable": dice.randint(1, 2) if surge else 4},  # else some could never end
+        "roll": {"surge": surge, "unavailable": rng.randint(1, 2) if surge else 4},  # else some could never end
         "failure": {"backoff": ["10ms", "50ms"], "hang": "1s", "drain": "300ms", "start": "20s", "crash_loop": 4000},
     }
     return msgspec.structs.replace(fleet_from(told), backend=backend)
@@ -151,9 +151,9 @@ class Changing:
     """A fleet, and one controller at a time."""
 
     def __init__(self, place: Place) -> None:
-        self.place, self.dice = place, place.dice
+        self.place, self.rng = place, place.rng
         self.ledger, self.front = Ledger(place.folder / "ledger"), MemoryFront()
-        self.ledger.apply(wanted(self.dice, place.backend))
+        self.ledger.apply(wanted(self.rng, place.backend))
         self.running: asyncio.Task[End] | None = None
 
     # The controller.
@@ -186,7 +186,7 @@ class Changing:
         names = [one.name for one in self.backend.members() if role in (None, one.role)]
         if not names:
             return None
-        return self.place.any_pid(self.dice.choice(names))
+        return self.place.any_pid(self.rng.choice(names))
 
     async def settle(self) -> None:
         """Until all is as it is to be; then exactly the members' processes run."""
@@ -239,10 +239,10 @@ class Changing:
             self._signal(pid, signal.SIGKILL)
 
     async def apply(self) -> None:
-        self.ledger.apply(wanted(self.dice, self.place.backend))
+        self.ledger.apply(wanted(self.rng, self.place.backend))
 
     async def roll(self) -> None:
-        stamp = str(self.dice.random())
+        stamp = str(self.rng.random())
         self.ledger.change(lambda before: msgspec.structs.replace(before.fleet, stamp=stamp))
 
     async def roll_back(self) -> None:
@@ -250,12 +250,12 @@ class Changing:
             self.ledger.change(lambda _: earlier[0])
 
     async def pause(self) -> None:
-        self.change(roll={"pause": self.dice.random() < 0.5})
+        self.change(roll={"pause": self.rng.random() < 0.5})
 
     async def requests(self) -> None:
         """They run on some of the instances, which drain until `failure.drain`."""
         names = [one.name for one in self.backend.members()]
-        self.front.busy = set(self.dice.sample(names, len(names) // 2))
+        self.front.busy = set(self.rng.sample(names, len(names) // 2))
 
     async def routers_hang(self) -> None:
         self.front.answers = False
@@ -265,17 +265,17 @@ class Changing:
     async def folder_goes(self) -> None:
         """As where what a user has in memory is removed at logout."""
         names = [one.name for one in self.backend.members()]
-        if names and (folder := self.place.member_folder(self.dice.choice(names))) is not None:
+        if names and (folder := self.place.member_folder(self.rng.choice(names))) is not None:
             shutil.rmtree(folder, ignore_errors=True)
             await asyncio.sleep(2.5)  # it is written anew before anybody else looks for it
 
     async def clock_is_set(self) -> None:
         """The wall clock, by an hour. Nothing has a deadline by it."""
-        step_s = self.dice.choice([-3600.0, 0.0, 3600.0])
+        step_s = self.rng.choice([-3600.0, 0.0, 3600.0])
         SYSTEM_CLOCK.wall = lambda: time.time() + step_s  # type: ignore[method-assign]
 
     async def another_controller(self) -> None:
-        await self.end(at_once=self.dice.random() < 0.5)
+        await self.end(at_once=self.rng.random() < 0.5)
         await self.begin()
 
     async def lose_node(self) -> None:
@@ -283,10 +283,10 @@ class Changing:
         thread only, and takes seconds for it."""
         place = self.place
         assert isinstance(place, OnRay)
-        node = self.dice.choice(place.to_lose())
+        node = self.rng.choice(place.to_lose())
         await asyncio.to_thread(lambda: place.nodes.cluster.remove_node(node, allow_graceful=False))
         if len(place.to_lose()) < 2:
-            await asyncio.sleep(self.dice.choice([0.0, 5.0]))
+            await asyncio.sleep(self.rng.choice([0.0, 5.0]))
             await self.end(at_once=True)
             place.nodes.add()
             place.nodes.add()
@@ -314,11 +314,11 @@ async def test_controllers_that_are_killed_at_any_moment_start_nobody_twice(tmp_
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # in a container, there may be nobody else who reaps orphans
     try:
         for number in range(NUM_CHANGES // 5):
-            await place.dice.choice([fleet.apply, fleet.roll, fleet.kill_all, fleet.apply])()
+            await place.rng.choice([fleet.apply, fleet.roll, fleet.kill_all, fleet.apply])()
             folder = tmp_path / f"controller-{number}"
             controller = Program(CONTROL.format(folder=str(tmp_path), token=place.token), folder)
             await eventually(partial(has_begun, controller))
-            await asyncio.sleep(place.dice.uniform(0.0, 0.6))
+            await asyncio.sleep(place.rng.uniform(0.0, 0.6))
             assert controller.process.poll() is None, (folder / "errors").read_text()
             controller.process.kill()
             controller.process.wait(30)
@@ -378,10 +378,10 @@ async def change_at_random(place: Place, number: int) -> None:
     await fleet.begin()
     try:
         for at in range(number):
-            change = place.dice.choice(changes)
+            change = place.rng.choice(changes)
             done.append(change.__name__)
             await change()
-            await asyncio.sleep(place.dice.choice([0.0, 0.0, 0.05, 0.3]))
+            await asyncio.sleep(place.rng.choice([0.0, 0.0, 0.05, 0.3]))
             if at % 10 == 9:
                 await fleet.settle()
         await fleet.settle()

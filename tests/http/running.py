@@ -225,8 +225,8 @@ class Wire:
         """All until the server closes."""
         received = bytearray()
         try:
-            while piece := await self.reader.read(65536):
-                received += piece
+            while chunk := await self.reader.read(65536):
+                received += chunk
         except ConnectionError:
             pass
         return bytes(received)
@@ -256,12 +256,12 @@ async def read_reply(read: Callable[[int], Any], *, head: bool = False) -> Reply
     parser = httptools.HttpResponseParser(parsed)
     while not (parsed.done or (head and parsed.head_done)):
         try:
-            piece = await read(1)
+            chunk = await read(1)
         except ConnectionError:
-            piece = b""
-        if not piece:
+            chunk = b""
+        if not chunk:
             break
-        parser.feed_data(piece)
+        parser.feed_data(chunk)
     status = parser.get_status_code() if parsed.head_done else 0
     return Reply(status, parsed.headers, bytes(parsed.body), parsed.done)
 
@@ -286,8 +286,8 @@ class _Parsed:
     def on_headers_complete(self) -> None:
         self.head_done = True
 
-    def on_body(self, piece: bytes) -> None:
-        self.body += piece
+    def on_body(self, chunk: bytes) -> None:
+        self.body += chunk
 
     def on_message_complete(self) -> None:
         self.done = True

@@ -21,7 +21,7 @@ from kvferry.core.messages.continuation import LAST_MARK_SUFFIX, MARK_PREFIX
 from kvferry.http.client.call import Call
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
-from kvferry.http.relay import Pattern, Reader, Relays, library, relay
+from kvferry.http.relay import Pattern, Reader, StreamForwarder, library, relay
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
@@ -40,13 +40,13 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compi
 
 @asynccontextmanager
 async def client_with_fast_path() -> AsyncIterator[HttpClient]:
-    async with Relays() as relays, HttpClient(idle_s=60, relays=relays) as client:
+    async with StreamForwarder() as relays, HttpClient(idle_s=60, relays=relays) as client:
         await relays.opened()
         yield client
 
 
-def relays_of(client: HttpClient) -> Relays:
-    assert isinstance(client.relays, Relays)
+def relays_of(client: HttpClient) -> StreamForwarder:
+    assert isinstance(client.relays, StreamForwarder)
     return client.relays
 
 
@@ -110,38 +110,38 @@ def front_of(
     return Routes([], Route("*", "*", handle))
 
 
-def framed(payload: bytes, dice: random.Random) -> bytes:
+def framed(payload: bytes, rng: random.Random) -> bytes:
     """A chunk, or two, in one of the ways in which chunks may be written."""
-    match dice.randrange(12):
+    match rng.randrange(12):
         case 0:
             return b"%X;name=value\r\n%b\r\n" % (len(payload), payload)
         case 1:
             return b"000%x\r\n%b\r\n" % (len(payload), payload)
         case 2:
-            place = dice.randrange(1, len(payload))
+            place = rng.randrange(1, len(payload))
             return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (payload[:place], payload[place:]))
     return b"%x\r\n%b\r\n" % (len(payload), payload)
 
 
-def cut(chunks: list[bytes], dice: random.Random) -> list[bytes]:
-    """One or several in a piece, as they mostly come; sometimes anyhow."""
-    pieces = []
+def cut(chunks: list[bytes], rng: random.Random) -> list[bytes]:
+    """One or several in a write, as they mostly come; sometimes anyhow."""
+    writes = []
     while chunks:
-        num = dice.choice((1, 1, 1, 2, 7))
-        piece, chunks = b"".join(chunks[:num]), chunks[num:]
-        size = dice.choice((1, 17, 300, 2000)) if dice.randrange(4) == 0 else len(piece)
-        pieces += [piece[place : place + size] for place in range(0, len(piece), size)]
-    return pieces
+        num = rng.choice((1, 1, 1, 2, 7))
+        data, chunks = b"".join(chunks[:num]), chunks[num:]
+        size = rng.choice((1, 17, 300, 2000)) if rng.randrange(4) == 0 else len(data)
+        writes += [data[place : place + size] for place in range(0, len(data), size)]
+    return writes
 
 
-def sending(pieces: Sequence[bytes]) -> Script:
-    """Answers each request with these pieces, one after the other."""
+def sending(writes: Sequence[bytes]) -> Script:
+    """Answers each request with these bytes, one after the other."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.readuntil(b"\r\n\r\n"):
             writer.write(CHUNKED)
-            for piece in pieces:
-                writer.write(piece)
+            for data in writes:
+                writer.write(data)
                 await writer.drain()
                 for _ in range(3):
                     await asyncio.sleep(0)
@@ -153,22 +153,22 @@ def a_mark(number: int) -> bytes:
     return b': {"tokens":[%d]}\n' % number
 
 
-def an_event(dice: random.Random) -> bytes:
-    return b'data: {"text":"%b"}\n\n' % bytes(dice.choices(b"ab {}:\\u", k=dice.choice((0, 5, 40, 400))))
+def an_event(rng: random.Random) -> bytes:
+    return b'data: {"text":"%b"}\n\n' % bytes(rng.choices(b"ab {}:\\u", k=rng.choice((0, 5, 40, 400))))
 
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_marked_events_arrive_without_their_marks_whatever_the_framing(seed: int) -> None:
-    dice = random.Random(seed)
-    events, passages = [an_event(dice) for _ in range(80)], []
+    rng = random.Random(seed)
+    events, passages = [an_event(rng) for _ in range(80)], []
     marks = [a_mark(number) for number in range(80)]
 
     def how() -> Unmarked:
         passages.append(Unmarked())
         return passages[-1]
 
-    chunks = [framed(mark + event, dice) for mark, event in zip(marks, events, strict=True)]
-    async with peer(sending(cut([*chunks, END], dice))) as origin, client_with_fast_path() as client:
+    chunks = [framed(mark + event, rng) for mark, event in zip(marks, events, strict=True)]
+    async with peer(sending(cut([*chunks, END], rng))) as origin, client_with_fast_path() as client:
         async with running(routes=front_of(client, origin, how)) as front, wire(front.port) as caller:
             for _ in range(3):  # over the same connections
                 caller.send(request("/"))
@@ -183,13 +183,13 @@ async def test_marked_events_arrive_without_their_marks_whatever_the_framing(see
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_what_is_masked_is_seen_and_all_else_passes(seed: int) -> None:
-    dice, seen = random.Random(seed), []
+    rng, seen = random.Random(seed), []
 
-    def see(piece: bytes) -> bytes:
-        seen.append(piece)
-        return piece.replace(b"SECRET", b"******")
+    def see(data: bytes) -> bytes:
+        seen.append(data)
+        return data.replace(b"SECRET", b"******")
 
-    events = [an_event(dice) for _ in range(80)]
+    events = [an_event(rng) for _ in range(80)]
     for place in (5, 30, 31, 70):
         events[place] = b'data: {"error":"SECRET"}\n\n'
     body = b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in events)
@@ -264,7 +264,7 @@ async def test_a_client_that_does_not_read_makes_the_instance_wait_and_then_gets
 
 async def test_nobody_gets_events_of_one_who_has_left() -> None:
     """Sockets get the numbers of those that were just closed."""
-    dice, left = random.Random(3), asyncio.Event()
+    rng, left = random.Random(3), asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         target = (await reader.readuntil(b"\r\n\r\n")).split()[1]
@@ -278,9 +278,9 @@ async def test_nobody_gets_events_of_one_who_has_left() -> None:
     async def client_of(port: int, number: int) -> None:
         async with wire(port) as caller:
             caller.send(request(f"/{number:06}"))
-            received = await caller.reader.read(dice.choice((1, 500, 5000, 50_000)))
-            for piece in received.partition(b"\r\n\r\n")[2].split(b"\n\n")[:-1]:
-                assert piece.endswith(b"data: /%06d" % number)
+            received = await caller.reader.read(rng.choice((1, 500, 5000, 50_000)))
+            for data in received.partition(b"\r\n\r\n")[2].split(b"\n\n")[:-1]:
+                assert data.endswith(b"data: /%06d" % number)
             caller.reset()
 
     async with peer(script) as origin, client_with_fast_path() as client:
@@ -331,8 +331,8 @@ async def test_a_fault_in_reading_one_stream_ends_that_one() -> None:
         return payload
 
     passage = Seen(take, Pattern(b"data: ", "all", (b"boom",)))
-    pieces = [b"9\r\ndata: x\n\n\r\n"] * 20 + [b"c\r\ndata: boom\n\n\r\n"]
-    async with peer(sending(pieces)) as origin, client_with_fast_path() as client:
+    writes = [b"9\r\ndata: x\n\n\r\n"] * 20 + [b"c\r\ndata: boom\n\n\r\n"]
+    async with peer(sending(writes)) as origin, client_with_fast_path() as client:
         async with running(routes=front_of(client, origin, lambda: passage)) as front, wire(front.port) as caller:
             caller.send(request("/"))
             assert not (await caller.reply()).complete
@@ -384,13 +384,13 @@ async def test_what_cannot_be_told_to_the_reader_ends_that_stream_and_leaves_not
 async def test_a_stream_that_never_pauses_keeps_the_loop_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is read once in a turn of the loop, however much has come."""
     stop, turn, read_in = threading.Event(), 0, Counter[int]()
-    open_relays = Relays.open
+    open_relays = StreamForwarder.open
 
-    def open_counted(relays: Relays, library: Any) -> None:
+    def open_counted(relays: StreamForwarder, library: Any) -> None:
         open_relays(relays, library)
         relays.step = lambda address: (read_in.update([turn]), library.relay_step(address))[1]
 
-    monkeypatch.setattr(Relays, "open", open_counted)
+    monkeypatch.setattr(StreamForwarder, "open", open_counted)
     loop = asyncio.get_running_loop()
 
     def tick() -> None:

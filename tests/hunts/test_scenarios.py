@@ -138,18 +138,18 @@ def _of_a_cut(seed: int) -> Scenario:
 
 def test_a_fence_that_is_skipped(plant: Plant) -> None:
     assert not run(_of_a_cut(2)).violations
-    take, news = EntryTable.take, EntryTable.news
+    take, next_update = EntryTable.take, EntryTable.next_update
 
     def take_anything(self: EntryTable, *args: Any) -> bool:
         take(self, *args)
         return True
 
     def say_nothing_of_the_end(self: EntryTable, cursor: Any) -> Any:
-        found = news(self, cursor)
-        return None if found is not None and found.over else found
+        found = next_update(self, cursor)
+        return None if found is not None and found.end_reason else found
 
     plant(EntryTable, "take", take_anything)
-    plant(EntryTable, "news", say_nothing_of_the_end)
+    plant(EntryTable, "next_update", say_nothing_of_the_end)
     assert "tokens are right" in {one.name for one in run(_of_a_cut(2)).violations}
 
 
@@ -195,7 +195,7 @@ def test_a_block_that_is_freed_twice(plant: Plant) -> None:
 
 
 def test_held_blocks_that_are_never_freed(plant: Plant) -> None:
-    plant(ExternalKV, "released", lambda self, request_id: None)
+    plant(ExternalKV, "release_held", lambda self, request_id: None)
     report = _first_found("all blocks are free")
     assert any(one.name == "all blocks are free" for one in report.violations)
 
@@ -239,16 +239,16 @@ def test_tasks_that_are_left_at_the_end(plant: Plant) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (lambda one: setattr(one, "ends", 0), "ends once"),
-        (lambda one: setattr(one, "ends", 2), "ends once"),
-        (lambda one: setattr(one, "is_right", False), "tokens are right"),
+        (lambda one: setattr(one, "num_ends", 0), "ends once"),
+        (lambda one: setattr(one, "num_ends", 2), "ends once"),
+        (lambda one: setattr(one, "has_expected_tokens", False), "tokens are right"),
         (lambda one: setattr(one, "outcome", "broken"), "an answer ends with all its tokens or a reason"),
         (lambda one: setattr(one, "status", 500), "no internal error"),
         (lambda one: setattr(one, "outcome", "refused"), "without a fault all is answered"),
     ],
 )
 def test_what_is_asked_of_each_request(change: Callable[[RequestResult], None], name: str) -> None:
-    result = RequestResult(0, RequestSpec(0.0, [1], 1, 1), outcome="complete", status=200, num_tokens=1, ends=1)
+    result = RequestResult(0, RequestSpec(0.0, [1], 1, 1), outcome="complete", status=200, num_tokens=1, num_ends=1)
     assert not check_requests([result], has_faults=False)
     change(result)
     assert name in {one.name for one in check_requests([result], has_faults=False)}

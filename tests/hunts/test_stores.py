@@ -11,7 +11,7 @@ from hunts.faults import STORE_KINDS, Fault, StoreKind
 from hunts.scenario import Report, Scenario, draw, run
 from kvferry.connectors.kv_store.loader import StoreLoader
 from kvferry.sim.world import RequestSpec, World
-from kvferry.store.base import Read
+from kvferry.store.base import BlockRead
 from kvferry.store.media.file import FileStore
 from kvferry.store.media.file_room import FileRoom
 from kvferry.store.record import RecordFormat
@@ -128,7 +128,7 @@ def test_a_checksum_that_is_not_compared(plant: Plant) -> None:
 def test_blocks_that_are_read_to_the_wrong_places(plant: Plant) -> None:
     get = FileStore.get
 
-    async def get_turned(self: FileStore, reads: Sequence[Read]) -> list[bool]:
+    async def get_turned(self: FileStore, reads: Sequence[BlockRead]) -> list[bool]:
         views = [one.into for one in reads]
         return await get(self, [replace(one, into=views[place - 1]) for place, one in enumerate(reads)])
 
@@ -139,7 +139,7 @@ def test_blocks_that_are_read_to_the_wrong_places(plant: Plant) -> None:
 def test_a_tier_that_is_waited_for_without_end(plant: Plant) -> None:
     scenario = _scenario([FILE], [Fault(0.5, "hang", 0.0, 0.0, 60.0)])
     assert not run(scenario).violations
-    plant(Tier, "mark_late", lambda self, limit_s: None)
+    plant(Tier, "mark_late", lambda self, timeout_s: None)
     assert "without a fault all is answered" in _names(run(scenario))
 
 

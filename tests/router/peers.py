@@ -201,7 +201,7 @@ async def ticket_when_told(peer: Peer, request: Request, body: Any) -> Response:
 
 
 async def answer(peer: Peer, request: Request, body: Any) -> Response:
-    """D: a whole answer, in one piece or as a stream of two events, as asked."""
+    """D: a whole answer, as one JSON object or as a stream of two events, as asked."""
     if not body.get("stream"):
         return JSONResponse({"choices": [{"text": "done"}], "usage": {"total_tokens": 3}})
     return StreamingResponse(iter([event("one"), event("two"), b"data: [DONE]\n\n"]), media_type="text/event-stream")

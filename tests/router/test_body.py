@@ -48,7 +48,7 @@ def test_reading_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    ("data", "reason"),
     [
         (b"", "not valid JSON"),
         (b"[1]", "must be a JSON object"),
@@ -86,8 +86,8 @@ def test_reading_fields() -> None:
         (b'{"a": [[{"ec_transfer_params": 1}]]}', "not accepted from clients"),
     ],
 )
-def test_what_could_be_read_in_two_ways_is_refused(data: bytes, why: str) -> None:
-    with pytest.raises(InvalidRequest, match=re.escape(why)):
+def test_what_could_be_read_in_two_ways_is_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(reason)):
         RequestBody.parse(data)
 
 

@@ -54,16 +54,16 @@ def anthropic_client(url: str, key: str = "k") -> AsyncAnthropic:
 
 async def test_a_cut_message_is_an_error_to_anthropics_client() -> None:
     async with served(cut_chat) as (_, url), anthropic_client(url) as client:
-        pieces: list[str] = []
+        chunks: list[str] = []
 
         async def read() -> None:
             async with client.messages.stream(**MESSAGES) as stream:
                 async for text in stream.text_stream:
-                    pieces.append(text)
+                    chunks.append(text)
 
         with pytest.raises(APIStatusError, match="incomplete") as caught:
             await read()
-        assert "".join(pieces) == "The dose is 5"
+        assert "".join(chunks) == "The dose is 5"
         body = caught.value.body
         assert isinstance(body, dict)
         assert (body["type"], body["error"]["type"]) == ("error", "api_error")
@@ -74,15 +74,15 @@ async def test_a_cut_response_is_an_error_to_openais_client() -> None:
         served(cut_chat) as (_, url),
         AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client,
     ):
-        pieces: list[str] = []
+        chunks: list[str] = []
 
         async def read() -> None:
             async for received in await client.responses.create(model="m", input="How much?", stream=True):
-                pieces.append(getattr(received, "delta", ""))
+                chunks.append(getattr(received, "delta", ""))
 
         with pytest.raises(APIError, match="incomplete"):
             await read()
-        assert "".join(pieces) == "The dose is 5"
+        assert "".join(chunks) == "The dose is 5"
 
 
 @pytest.mark.parametrize(

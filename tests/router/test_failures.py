@@ -115,13 +115,13 @@ async def test_when_all_prefill_is_broken_decode_does_both_until_it_is_back() ->
         assert [await post(url) for _ in range(4)] == [200] * 4
         for p in ps:
             p.healthy = False
-        await eventually(lambda: router.services.pools.prefill.num_alive == 0)
+        await eventually(lambda: router.services.pools.prefill.num_usable == 0)
         num_calls = sum(len(p.calls) for p in ps)
         assert [await post(url) for _ in range(4)] == [200] * 4
         assert sum(len(p.calls) for p in ps) == num_calls  # nobody asks them any more
         for p in ps:
             p.healthy, p.answering = True, ticket
-        await eventually(lambda: router.services.pools.prefill.num_alive == 2)
+        await eventually(lambda: router.services.pools.prefill.num_usable == 2)
         assert [await post(url) for _ in range(2)] == [200] * 2
     assert d.calls[-1].body.get("kv_transfer_params")
 

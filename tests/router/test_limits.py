@@ -130,9 +130,9 @@ async def huge_headers(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
 async def endless_body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """An answer without an end."""
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
-    piece = b"x" * 2**20
+    chunk = b"x" * 2**20
     while not reader.at_eof():
-        writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        writer.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
         await writer.drain()
 
 
@@ -267,7 +267,7 @@ async def test_a_stream_that_stops_ends_with_an_error_event(mode: str) -> None:
     assert done == "data: [DONE]"
 
 
-async def test_an_answer_in_one_piece_that_stops_does_not_look_complete() -> None:
+async def test_an_unstreamed_answer_that_stops_does_not_look_complete() -> None:
     bad = Broken(half_a_body)
     async with bad.serving(), routing([], [bad.url], **SOON) as (_, url), aiohttp.ClientSession() as session:
         async with session.post(url + "/v1/completions", json=BODY) as response:
@@ -276,7 +276,7 @@ async def test_an_answer_in_one_piece_that_stops_does_not_look_complete() -> Non
 
 
 async def test_a_decode_that_trickles_is_let_go_on() -> None:
-    """Each piece in time, the whole far over the limit between two."""
+    """Each chunk in time, the whole far over the limit between two."""
 
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")

@@ -16,11 +16,11 @@ def lines_of(text: bytes, name: str) -> set[str]:
 
 
 def test_phases_are_counted_as_prometheus_does_however_many_there_are() -> None:
-    name, chance, metrics = "kvferry_router_phase_seconds", random.Random(1), Metrics()
+    name, rng, metrics = "kvferry_router_phase_seconds", random.Random(1), Metrics()
     theirs = Histogram(name, "", ["phase"], registry=(registry := CollectorRegistry()), buckets=module._SECONDS)
     for number in range(3 * module._BATCH_SIZE + 7):
         # Powers of two add up to the same in any order; the edges themselves are among what is observed.
-        phases = [("router", 2.0 ** chance.randrange(-12, 9)), ("answer", chance.choice((0.25, 0.5, 1, 1000)))]
+        phases = [("router", 2.0 ** rng.randrange(-12, 9)), ("answer", rng.choice((0.25, 0.5, 1, 1000)))]
         metrics.phases(phases[: 1 + number % 2])
         for phase, seconds in phases[: 1 + number % 2]:
             theirs.labels(phase).observe(seconds)

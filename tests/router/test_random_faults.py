@@ -54,9 +54,9 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 class Chaotic(Failing):
     """Some of its requests meet a fault."""
 
-    def __init__(self, name: str, dice: random.Random, met: Counter[str]) -> None:
+    def __init__(self, name: str, rng: random.Random, met: Counter[str]) -> None:
         super().__init__()
-        self.name, self.dice, self.met = name, dice, met
+        self.name, self.rng, self.met = name, rng, met
         self.faults, self.is_gone = 0, False
         self.role = "prefill" if name.startswith("p") else "decode"
 
@@ -68,12 +68,12 @@ class Chaotic(Failing):
         return ticket and {**ticket, "remote_engine_id": self.name}
 
     async def outputs(self, request: Request) -> AsyncIterator[EngineOutput]:
-        number, at = 0, self.dice.randrange(25) if self.dice.random() < FAULTS else -1
+        number, at = 0, self.rng.randrange(25) if self.rng.random() < FAULTS else -1
         if request.sampling.max_tokens == 1:
             at = min(at, 0)
         async for output in super().outputs(request):
             if number == at:
-                await self._meet(self.dice.choice(["cut", "cut", "hang", "error"]))
+                await self._meet(self.rng.choice(["cut", "cut", "hang", "error"]))
             number += 1
             yield output
 
@@ -115,14 +115,14 @@ class Place:
         await asyncio.shield(self._task)  # who is cancelled while he waits for it leaves it be
 
 
-async def disturb(places: list[Place], dice: random.Random, met: Counter[str]) -> None:
+async def disturb(places: list[Place], rng: random.Random, met: Counter[str]) -> None:
     """One after the other is gone for a moment."""
     while True:
-        await asyncio.sleep(dice.random() * 0.3)
-        place = dice.choice(places)
+        await asyncio.sleep(rng.random() * 0.3)
+        place = rng.choice(places)
         met["restart"] += 1
         await place.stop()
-        await asyncio.sleep(dice.random() * 0.1)
+        await asyncio.sleep(rng.random() * 0.1)
         await place.start()
 
 
@@ -142,7 +142,7 @@ async def ask(session: aiohttp.ClientSession, url: str, path: str, body: dict[st
         return timeless(text.removesuffix(b"\n\n").split(b"\n\n"))
 
 
-async def everything(url: str, decodes: list[Chaotic], dice: random.Random) -> Counter[str]:
+async def everything(url: str, decodes: list[Chaotic], rng: random.Random) -> Counter[str]:
     """All requests, `AT_ONCE` at a time; what came of them."""
     found: Counter[str] = Counter()
     left = iter(range(NUM_REQUESTS))
@@ -152,11 +152,11 @@ async def everything(url: str, decodes: list[Chaotic], dice: random.Random) -> C
 
         async def client() -> None:
             for _ in left:
-                number = dice.randrange(len(ASKED))
-                if dice.random() < 0.05:
+                number = rng.randrange(len(ASKED))
+                if rng.random() < 0.05:
                     found["left"] += 1
                     asking = asyncio.create_task(ask(session, url, *ASKED[number]))
-                    await asyncio.wait([asking], timeout=dice.random() * 0.05)
+                    await asyncio.wait([asking], timeout=rng.random() * 0.05)
                     asking.cancel()
                     await asyncio.gather(asking, return_exceptions=True)
                     continue
@@ -176,16 +176,16 @@ async def everything(url: str, decodes: list[Chaotic], dice: random.Random) -> C
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
 async def test_whatever_breaks_every_answer_is_right(seed: int) -> None:
-    dice, met = random.Random(seed), Counter[str]()
+    rng, met = random.Random(seed), Counter[str]()
     roles = ("p0", "p1", "d0", "d1", "d2", "d3")
-    places = [Place(Chaotic(role, dice, met)) for role in roles]
+    places = [Place(Chaotic(role, rng, met)) for role in roles]
     for place in places:
         await place.start()
     urls = [place.url for place in places]
     try:
         async with routing(urls[:2], urls[2:], **SETTINGS) as (router, url):
-            disturbing = asyncio.create_task(disturb(places[1:3], dice, met))
-            found = await everything(url, [place.engine for place in places[2:]], dice)
+            disturbing = asyncio.create_task(disturb(places[1:3], rng, met))
+            found = await everything(url, [place.engine for place in places[2:]], rng)
             disturbing.cancel()
             await asyncio.gather(disturbing, return_exceptions=True)
             metrics = router.services.metrics.expose(router.services.pools).decode()

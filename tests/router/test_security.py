@@ -293,14 +293,14 @@ async def test_who_is_restarted_is_met_again_and_what_is_busy_is_no_stranger() -
         with pytest.raises(PeerLost, match="503"):
             await status()
         writer.close()
-        await eventually(lambda: not one.server.service.connections, every_s=0)
+        await eventually(lambda: not one.server.service.connections, interval_s=0)
         assert await status() == 200
         one.server.service.guard = Guard.from_config(structs.replace(one.server.config, name="after a restart"))
         assert await status() == 200
         one.server.service.guard = Guard.from_config(structs.replace(one.server.config, secret="another token"))
         with pytest.raises(PeerLost):
             await status()
-        await eventually(lambda: not one.server.service.connections, every_s=0)
+        await eventually(lambda: not one.server.service.connections, interval_s=0)
         with pytest.raises(IdentityLost, match="does not hold the same token"):
             await status()
 

@@ -36,7 +36,7 @@ from kvferry.fleet.display import ReportingDisplay
 from kvferry.fleet.processes.ready import ReadyWriter
 from kvferry.fleet.processes.recipe import LocalRecipe
 from kvferry.fleet.spec.restart import RestartPolicy
-from kvferry.fleet.spec.settings import FleetSpec, Listen
+from kvferry.fleet.spec.settings import FleetShapeSettings, ListenSettings
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.router.config import RouterConfig
@@ -47,7 +47,7 @@ paths = ("_file", "_cert", "_key")
 settings = {name: Path(value) if name.endswith(paths) else value for name, value in settings.items()}
 access = {name: settings.pop(name) for name in ("api_key_file", "tls_cert", "tls_key") if name in settings}
 limits = HttpLimits(**{name: settings.pop(name) for name in [*settings] if name.startswith("http_")})
-listen = Listen(port=settings.pop("port", 0))
+listen = ListenSettings(port=settings.pop("port", 0))
 router = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
 fleet = DesiredFleet(
     name="routers",
@@ -57,7 +57,7 @@ fleet = DesiredFleet(
     failure=failing(policy),
 )
 settings = FleetSettings(
-    spec=FleetSpec(),
+    spec=FleetShapeSettings(),
     engine=EngineConfig(model=""),
     router=router,
     listen=listen,

@@ -32,7 +32,7 @@ def test_chunks_and_blocks_do_not_matter(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 9000])
-def test_a_chain_is_the_same_in_any_pieces(length: int) -> None:
+def test_a_chain_is_the_same_in_any_chunks(length: int) -> None:
     tokens = list(range(length))
     whole = chain(7, tokens)
     first = chain(7, tokens[: length // 2 + 1])

@@ -239,9 +239,9 @@ def test_what_keeps_the_share_is_better_than_what_does_not(tight: SearchResult) 
 
 def test_the_busiest_part_of_a_trace() -> None:
     arrivals = [Arrival(at_s, 1, 1) for at_s in (5.0, 10.0, 20.0, 20.1, 20.2)]
-    first_s, part = busiest(arrivals, 3)
-    assert first_s == 20.0
+    start_s, part = busiest(arrivals, 3)
+    assert start_s == 20.0
     assert [one.at_s for one in part] == pytest.approx([0.0, 0.1, 0.2])
-    first_s, part = busiest(arrivals, 10)
-    assert (first_s, len(part), part[-1].at_s) == (5.0, 5, pytest.approx(15.2))
+    start_s, part = busiest(arrivals, 10)
+    assert (start_s, len(part), part[-1].at_s) == (5.0, 5, pytest.approx(15.2))
     assert busiest([Arrival(7.0, 1, 1)] * 9, 4) == (7.0, [Arrival(0.0, 1, 1)] * 4)

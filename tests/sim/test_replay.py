@@ -126,13 +126,13 @@ def test_hand_offs_stay_within_a_unit(num_units: int) -> None:
     world = World(spec, 3, keep_log=True)
     with world.running():
         world.submit(RequestSpec(0.05 * n, (n, *range(40)), 4, seed=n) for n in range(40))
-        assert world.finish()
+        assert world.run_all_requests()
         assert {one.outcome for one in world.results} == {"complete"}
         log = "\n".join(world.simulation.log.last)
         pairs = {(int(decode), int(prefill)) for prefill, decode in re.findall(r"prefill(\d)\S* > decode(\d)", log)}
         assert {decode for decode, _ in pairs} == {0, 1, 2, 3}
         assert any(decode % 2 != prefill for decode, prefill in pairs) == (num_units == 0)
-        world.end()
+        world.shut_down()
 
 
 def test_what_is_wanted_of_a_fleet_can_change_while_a_trace_runs() -> None:

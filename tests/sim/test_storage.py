@@ -14,7 +14,7 @@ from kvferry.sim.network import Network, NetworkSpec
 from kvferry.sim.storage import Storage
 from kvferry.sim.times import MediumTimes, StoreTimes
 from kvferry.store.access import OWNER
-from kvferry.store.base import Put
+from kvferry.store.base import PutResult
 from kvferry.store.record import CorruptBlock
 from kvferry.store.table import find_store
 from kvferry.store.threads import Stop
@@ -150,7 +150,7 @@ def test_a_pin_that_was_given_up_while_the_disk_hung_is_not_made_afterwards() ->
     async def use(machine: SimMachine) -> None:
         store = find_store("file:/kv").make(LAYOUT, machine)
         await store.open()
-        assert await store.put([block_of(0)]) == [Put.STORED]
+        assert await store.put([block_of(0)]) == [PutResult.STORED]
         hangs_until = place.storage.disk.hangs_until = asyncio.get_running_loop().time() + 5.0
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):

@@ -37,16 +37,16 @@ def _all_that_happens(seed: int) -> tuple[Any, ...]:
     world = World(spec, seed)
     with world.running():
         world.submit(_requests(seed, spec))
-        assert world.finish()
+        assert world.run_all_requests()
         world.run_for(3.0)
         engines = [one.engine for one in world.instances if one.engine is not None]
         pools = [(dict(one.pool._hash_of), list(one.pool._free_uncached), one.pool.statistics()) for one in engines]
         figures = [one.statistics() for one in engines]
         busy = [one.executor.busy_s for one in world.instances if one.executor is not None]
-        assert world.end()
-    results = [(one.outcome, one.is_right, one.num_tokens, one.first_s, one.end_s) for one in world.results]
+        assert world.shut_down()
+    results = [(one.outcome, one.has_expected_tokens, one.num_tokens, one.ttft_s, one.e2e_s) for one in world.results]
     simulation = world.simulation
-    events = (simulation.log.digest(), simulation.log.num_events, simulation.num_callbacks, list(world.gaps_s))
+    events = (simulation.log.digest(), simulation.log.num_events, simulation.num_callbacks, list(world.itl_s))
     return results, pools, figures, busy, events
 
 

@@ -95,11 +95,11 @@ def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
 
 def test_parts_of_a_trace() -> None:
     arrivals = [Arrival(float(second), 10, 10) for second in range(10)]
-    part = part_of(arrivals, first_s=3, last_s=6)
+    part = part_of(arrivals, from_s=3, until_s=6)
     assert [one.at_s for one in part] == [0.0, 1.0, 2.0]
     assert [one.at_s for one in faster(part, 4)] == [0.0, 0.25, 0.5]
     with pytest.raises(ConfigError, match="no request from 20 s on; the last one is at"):
-        part_of(arrivals, first_s=20)
+        part_of(arrivals, from_s=20)
 
 
 def test_prompts_share_the_blocks_that_the_trace_says_they_share() -> None:

@@ -45,9 +45,9 @@ def test_parts_report_their_own_changes() -> None:
     assert combined.counts() == {"promoted_blocks": 1.0}
 
 
-@pytest.mark.parametrize(("every_s", "times"), [(1000.0, 1), (-1.0, 3)])
-def test_a_full_store_is_told_of_now_and_then(caplog: pytest.LogCaptureFixture, every_s: float, times: int) -> None:
-    activity = StoreActivity("CPU", warn_every_s=every_s)
+@pytest.mark.parametrize(("interval_s", "times"), [(1000.0, 1), (-1.0, 3)])
+def test_a_full_store_is_told_of_now_and_then(caplog: pytest.LogCaptureFixture, interval_s: float, times: int) -> None:
+    activity = StoreActivity("CPU", warning_interval_s=interval_s)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             activity.warn_full(OSError("no room"))

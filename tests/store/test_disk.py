@@ -10,7 +10,7 @@ import pytest
 from killed_writers import NUM_KILLS, kill_writers
 from trouble import TroubledMachine, is_true, run
 
-from kvferry.store.base import Put
+from kvferry.store.base import PutResult
 from kvferry.store.tiered.tiers import TieredStore
 from kvferry.store.upkeep import verify
 from kvferry.testing.stores import block_of, fetch, name_of
@@ -44,11 +44,11 @@ def test_a_directory_that_is_lost_and_comes_back(tmp_path: Path) -> None:
         await store.put([block_of(0)])
         shutil.rmtree(root)
         root.write_text("something else is there now")
-        assert await store.put([block_of(1)]) == [Put.DROPPED]
-        assert store.tiers[0].takes is False
+        assert await store.put([block_of(1)]) == [PutResult.DROPPED]
+        assert store.tiers[0].accepts_writes is False
         root.unlink()
-        await eventually(lambda: is_true(store.put([block_of(2)]), [Put.STORED]))
-        assert store.tiers[0].takes
+        await eventually(lambda: is_true(store.put([block_of(2)]), [PutResult.STORED]))
+        assert store.tiers[0].accepts_writes
         assert await fetch(store, [0, 2]) == [False, True]
 
     run([f"file:{root}"], use)
@@ -72,12 +72,12 @@ def test_permissions_that_are_lost_and_come_back(tmp_path: Path) -> None:
     async def use(store: TieredStore) -> None:
         await store.put([block_of(0)])
         machine.files.refuses = lambda path: True
-        assert await store.put([block_of(1)]) == [Put.DROPPED]
-        assert store.tiers[0].takes is False
+        assert await store.put([block_of(1)]) == [PutResult.DROPPED]
+        assert store.tiers[0].accepts_writes is False
         await eventually(lambda: is_true(fetch(store, [0]), [False]))
         machine.files.refuses = lambda path: False
-        await eventually(lambda: is_true(store.put([block_of(1)]), [Put.STORED]))
-        assert store.tiers[0].takes
+        await eventually(lambda: is_true(store.put([block_of(1)]), [PutResult.STORED]))
+        assert store.tiers[0].accepts_writes
         assert await fetch(store, [0, 1]) == [True, True], "what could not be read was not taken for damaged"
 
     run([f"file:{tmp_path}"], use, machine=machine)

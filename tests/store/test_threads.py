@@ -24,7 +24,7 @@ async def left_behind(pool: Threads, gate: threading.Event) -> asyncio.Task[obje
         gate.wait(60)
 
     task = asyncio.create_task(pool.run(hang))
-    await eventually(begun.is_set, every_s=0)
+    await eventually(begun.is_set, interval_s=0)
     task.cancel()
     await asyncio.wait([task], timeout=20)
     assert task.cancelled()
@@ -32,7 +32,7 @@ async def left_behind(pool: Threads, gate: threading.Event) -> asyncio.Task[obje
 
 
 async def test_others_are_called_beside_those_that_do_not_return() -> None:
-    pool, gate = Threads(2, "test", max_left=4), threading.Event()
+    pool, gate = Threads(2, "test", max_abandoned=4), threading.Event()
     for number in range(4):
         assert await pool.run(lambda stop, number=number: number) == number  # type: ignore[misc]
         await left_behind(pool, gate)
@@ -54,7 +54,7 @@ async def test_what_waits_for_a_thread_is_called_when_one_is_left_behind() -> No
     pool, gate = Threads(1, "test"), threading.Event()
     begun = threading.Event()
     hanging = asyncio.create_task(pool.run(lambda stop: (begun.set(), gate.wait(60))))
-    await eventually(begun.is_set, every_s=0)
+    await eventually(begun.is_set, interval_s=0)
     waiting = asyncio.create_task(pool.run(lambda stop: threading.current_thread().name))
     given_up = asyncio.create_task(pool.run(lambda stop: pytest.fail("nobody waits for this")))
     await asyncio.sleep(0)
@@ -77,7 +77,7 @@ async def test_nothing_is_written_once_nobody_waits() -> None:
         over.set()
 
     task = asyncio.create_task(pool.run(read))
-    await eventually(begun.is_set, every_s=0)
+    await eventually(begun.is_set, interval_s=0)
     task.cancel()
     await asyncio.wait([task])
     gate.set()

@@ -15,7 +15,7 @@ from trouble import run
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.files import TimedFile
 from kvferry.store import upkeep
-from kvferry.store.base import Put
+from kvferry.store.base import PutResult
 from kvferry.store.table import find_stores
 from kvferry.store.tiered.tiers import TieredStore
 from kvferry.store.upkeep import export, import_, verify
@@ -111,7 +111,7 @@ def test_a_block_written_with_another_codec_is_a_miss_and_stays(tmp_path: Path) 
         plain, coded = (find_stores(f"file:{tmp_path}{query}")[0].make(LAYOUT) for query in ("", "?codec=lossless"))
         for store, other in ((plain, coded), (coded, plain)):
             await store.open()
-            assert await store.put([block_of(0)]) == [Put.STORED]
+            assert await store.put([block_of(0)]) == [PutResult.STORED]
             assert await fetch(other, [1]) == [False]
         assert await fetch(plain, [0]) == await fetch(coded, [0]) == [True]
         await plain.close()

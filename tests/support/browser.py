@@ -50,9 +50,9 @@ class Browser:
         """The visible text of an element."""
         return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
 
-    def wait(self, script: str, within_s: float = 20.0) -> Any:
+    def wait(self, script: str, timeout_s: float = 20.0) -> Any:
         """The value of a script once it is true."""
-        end = time.monotonic() + within_s
+        end = time.monotonic() + timeout_s
         while not (value := self.run(script)):
             if time.monotonic() > end:
                 raise TimeoutError(f"never true: {script}; the page shows: {self.text('body')[:2000]}")

@@ -36,16 +36,16 @@ class ChatAnswer:
 
     def stream(self, random: Random) -> bytes:
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        deltas += [{self.thought: piece} for piece in pieces(self.thoughts, random)]
-        deltas += [{"content": piece} for piece in pieces(self.text, random)]
+        deltas += [{self.thought: chunk} for chunk in chunks_of(self.thoughts, random)]
+        deltas += [{"content": chunk} for chunk in chunks_of(self.text, random)]
         for number, (name, arguments) in enumerate(self.calls):
-            first, *more = pieces(arguments, random) or [""]
+            first, *more = chunks_of(arguments, random) or [""]
             function = {"name": name, "arguments": first}
             deltas.append({"tool_calls": [{"index": number, "id": f"call_{number}", "function": function}]})
-            deltas += [{"tool_calls": [{"index": number, "function": {"arguments": piece}}]} for piece in more]
+            deltas += [{"tool_calls": [{"index": number, "function": {"arguments": chunk}}]} for chunk in more]
         choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
         if random.random() < 0.5 and len(choices) > 1:
-            choices[-1] |= self._end()  # SGLang sends the reason with the last piece
+            choices[-1] |= self._end()  # SGLang sends the reason with the last chunk
         else:
             choices.append(self._end(delta={}))
         chunks: list[dict[str, Any]] = [{**self._head("chat.completion.chunk"), "choices": [one]} for one in choices]
@@ -75,7 +75,7 @@ def draw(random: Random) -> ChatAnswer:
     )
 
 
-def pieces(text: str, random: Random) -> list[str]:
+def chunks_of(text: str, random: Random) -> list[str]:
     """The text, divided at random places."""
     cuts = sorted(random.sample(range(1, len(text)), min(len(text) - 1, random.randrange(6)))) if len(text) > 1 else []
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)] if text else []

@@ -200,12 +200,12 @@ def instances(router: KvferryProcess, role: str | None = None) -> list[dict[str,
     return [one for one in found if one["alive"] and not one["draining"] and role in (None, one["role"])]
 
 
-def until_serving(router: KvferryProcess, prefill: int, decode: int, within_s: float = START_S) -> None:
+def until_serving(router: KvferryProcess, prefill: int, decode: int, timeout_s: float = START_S) -> None:
     """Wait until the router has so many workers of each role."""
     counts = (prefill, decode)
     until(
         lambda: tuple(len(instances(router, role)) for role in ("prefill", "decode")) == counts,
-        within_s,
+        timeout_s,
         lambda: router.log,
     )
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from kvferry.connectors.kv_store.worker import KVStoreWorkerSide
 from kvferry.connectors.registry import KV_STORE
-from kvferry.store.base import Block, KVStore, Put, Read
+from kvferry.store.base import Block, BlockRead, KVStore, PutResult
 from kvferry.store.codecs.none import NoCodec
-from kvferry.store.eviction.base import Key
+from kvferry.store.eviction.base import BlockKey
 from kvferry.store.eviction.lru import Lru
 from kvferry.transport.fabric.base import FabricPeer
 from kvferry.transport.fabric.shm import ShmFabric
@@ -42,17 +42,17 @@ class EndlessStore(KVStore):
         come_to("match")
         return next((index for index, name in enumerate(hashes) if name not in self._blocks), len(hashes))
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         come_to("get")
         for read in reads:
             for view, content in zip(read.into, self._blocks.get(read.block_hash, []), strict=False):
                 view[:] = content
         return [read.block_hash in self._blocks for read in reads]
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         come_to("put")
         self._blocks |= {block.block_hash: [bytes(view) for view in block.layers] for block in blocks}
-        return [Put.STORED] * len(blocks)
+        return [PutResult.STORED] * len(blocks)
 
     async def pin(self, hashes: Sequence[bytes]) -> int:
         return 0
@@ -80,7 +80,7 @@ class EndlessCodec(NoCodec):
 
 
 class EndlessPolicy(Lru):
-    def access(self, key: Key, now: float) -> None:
+    def access(self, key: BlockKey, now: float) -> None:
         come_to("access")
         super().access(key, now)
 
@@ -103,7 +103,7 @@ class EndlessFabric(ShmFabric):
         return peer
 
     async def _pass(self) -> None:
-        await eventually(self.gate.is_set, every_s=0.001)
+        await eventually(self.gate.is_set, interval_s=0.001)
 
 
 class EndlessWorkerSide(KVStoreWorkerSide):

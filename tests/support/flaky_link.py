@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
-PIECE = 64 * 2**10
+CHUNK_BYTES = 64 * 2**10
 
 
 class FlakyLink:
@@ -17,7 +17,7 @@ class FlakyLink:
     def __init__(self, upstream_port: int) -> None:
         self.upstream_port = upstream_port
         self.delay_s = 0.0
-        """For how long each piece is on its way; both ways alike."""
+        """For how long each chunk is on its way; both ways alike."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="flaky-link")
         self._thread.start()
@@ -82,14 +82,14 @@ class FlakyLink:
             writer.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while piece := await reader.read(PIECE):
+        while chunk := await reader.read(CHUNK_BYTES):
             await self._flowing.wait()
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
             if self._corrupt:
                 self._corrupt -= 1
-                piece = piece[:-1] + bytes([piece[-1] ^ 1])
-            writer.write(piece)
+                chunk = chunk[:-1] + bytes([chunk[-1] ^ 1])
+            writer.write(chunk)
             await writer.drain()
         writer.transport.abort()
 

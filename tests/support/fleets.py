@@ -151,9 +151,9 @@ class Load:
         return found
 
     def _keep_asking(self, seed: int) -> None:
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         while not self._ending.is_set():
-            which = dice.randrange(len(PROMPTS))
+            which = rng.randrange(len(PROMPTS))
             try:
                 found: Any = self._ask(PROMPTS[which])
             except Exception as error:  # noqa: BLE001 - whatever it is, it is no answer
@@ -187,7 +187,7 @@ def _is_clean(member: MemberStatus) -> bool:
 
 
 def change_at_random(
-    fleet: Fleet, dice: random.Random, number: int, strike: Callable[[str, int], None], *more: Callable[[], None]
+    fleet: Fleet, rng: random.Random, number: int, strike: Callable[[str, int], None], *more: Callable[[], None]
 ) -> None:
     """So many changes under load, some in the middle of others: counts, rolls, other controllers, whatever `more` does,
     and members that `strike` sends a signal to, but never all instances. Every answer is right, and in the end nothing
@@ -195,7 +195,7 @@ def change_at_random(
 
     def struck(number: int) -> None:
         names = fleet.names("prefill", "decode")
-        if names and fleet.may_strike(name := dice.choice(names)):
+        if names and fleet.may_strike(name := rng.choice(names)):
             strike(name, number)
 
     def kill() -> None:
@@ -205,11 +205,11 @@ def change_at_random(
         struck(signal.SIGSTOP)
 
     def scale() -> None:
-        fleet.scale(f"prefill={dice.randint(1, 2)}", f"decode={dice.randint(1, 2)}", "--wait-s=0")
+        fleet.scale(f"prefill={rng.randint(1, 2)}", f"decode={rng.randint(1, 2)}", "--wait-s=0")
 
     def role() -> None:
         """One becomes the other without a restart, where there is one too many."""
-        fleet.scale(*dice.choice([("prefill=1", "decode=2"), ("prefill=2", "decode=1")]), "--wait-s=0")
+        fleet.scale(*rng.choice([("prefill=1", "decode=2"), ("prefill=2", "decode=1")]), "--wait-s=0")
 
     def roll() -> None:
         fleet.does("roll", fleet.name, "--wait-s=0")
@@ -223,11 +223,11 @@ def change_at_random(
     done: list[str] = []
     with Load(fleet.status.url) as load:
         for _ in range(number):
-            change = dice.choice(changes)
+            change = rng.choice(changes)
             done.append(change.__name__)
             change()
-            time.sleep(dice.choice([0.0, 0.2, 1.0]))
-            if dice.random() < 0.4:
+            time.sleep(rng.choice([0.0, 0.2, 1.0]))
+            if rng.random() < 0.4:
                 fleet.settle()
             assert load.wrong == [], f"{load.wrong} after {done}\n{_told_of(fleet)}"
         fleet.settle()

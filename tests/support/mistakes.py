@@ -45,15 +45,15 @@ def stay_open(plant: Plant) -> None:
 
 def publish_early(plant: Plant) -> None:
     """A block is cached one token before it is full."""
-    publish = SequenceBlocks.publish
+    cache_full_blocks = SequenceBlocks.cache_full_blocks
 
     def publish_one_token_early(self: SequenceBlocks, sequence: EngineSequence) -> None:
         computed = sequence.num_computed_tokens
         sequence.num_computed_tokens = min(computed + 1, len(sequence.tokens))
-        publish(self, sequence)
+        cache_full_blocks(self, sequence)
         sequence.num_computed_tokens = computed
 
-    plant(SequenceBlocks, "publish", publish_one_token_early)
+    plant(SequenceBlocks, "cache_full_blocks", publish_one_token_early)
 
 
 def publish_answers_early(plant: Plant) -> None:
@@ -65,7 +65,7 @@ def publish_answers_early(plant: Plant) -> None:
         computed, known = sequence.num_computed_tokens, len(sequence.tokens)
         if computed == known - 1 and sequence.num_blocks_for(known) == len(sequence.block_ids):
             sequence.num_computed_tokens = known
-            self._blocks.publish(sequence)
+            self._blocks.cache_full_blocks(sequence)
             sequence.num_computed_tokens = computed
         sequence.tokens.pop()
         append(self, sequence, sampled)

@@ -80,7 +80,7 @@ def render(outcomes: Mapping[str, Outcome], version: str) -> str:
 
 def _reasons(outcomes: Mapping[str, Outcome], kind: str) -> list[str]:
     return sorted(
-        f"| {name} | {outcome.why.replace('|', '/')} |" for name, outcome in outcomes.items() if outcome.kind == kind
+        f"| {name} | {outcome.reason.replace('|', '/')} |" for name, outcome in outcomes.items() if outcome.kind == kind
     )
 
 

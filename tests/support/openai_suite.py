@@ -40,8 +40,8 @@ def texts_of(stream: Any) -> dict[int, str]:
     texts: dict[int, str] = {}
     for chunk in stream:
         for choice in chunk.choices:
-            piece = choice.text if hasattr(choice, "text") else choice.delta.content
-            texts[choice.index] = texts.get(choice.index, "") + (piece or "")
+            text = choice.text if hasattr(choice, "text") else choice.delta.content
+            texts[choice.index] = texts.get(choice.index, "") + (text or "")
     return texts
 
 

@@ -80,10 +80,10 @@ class Pair:
     def _num_found(self) -> int:
         """Number of prompt tokens that D had, or began to load."""
         statistics = self.decode.statistics()
-        return statistics.scheduler.num_prefix_hits + statistics.external.num_external_hits
+        return statistics.scheduler.num_prefix_hits + statistics.external_kv.num_external_hits
 
     def _failures(self) -> dict[str, int]:
-        return self.decode.statistics().external.num_load_failures
+        return self.decode.statistics().external_kv.num_load_failures
 
     def settle(self) -> None:
         """Step until neither side keeps anything; `LeakError` says what, when that does not happen in time."""

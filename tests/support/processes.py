@@ -108,9 +108,9 @@ class KvferryProcess:
         answer: dict[str, Any] = response.json()
         return answer
 
-    def require_clean(self, within_s: float = 15.0) -> None:
+    def require_clean(self, timeout_s: float = 15.0) -> None:
         """Wait until `/kvferry/check` finds nothing kept and nothing runs; fail when it does not come to that."""
-        until(lambda: self.get("/kvferry/check").status_code == 200 and self.num_running() == 0, within_s, self.log)
+        until(lambda: self.get("/kvferry/check").status_code == 200 and self.num_running() == 0, timeout_s, self.log)
 
     def num_running(self) -> int:
         """Sequences that run, wait or load."""
@@ -201,11 +201,11 @@ def _wait_ready(descriptor: int, process: Child, log: Path, start_s: float) -> s
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         while time.monotonic() < deadline and selector.select(deadline - time.monotonic()):
-            piece = os.read(descriptor, 65536)
-            for message in messages.feed(piece):
+            chunk = os.read(descriptor, 65536)
+            for message in messages.feed(chunk):
                 if isinstance(message, InstanceReady):
                     return message.url
-            if not piece:
+            if not chunk:
                 break
     process.kill()
     raise AssertionError(f"{log.stem} did not begin to serve:\n{log.read_text(errors='replace')[-3000:]}")
@@ -217,10 +217,10 @@ class Cluster:
     def __init__(self, prefill: list[KvferryProcess], decode: list[KvferryProcess], router: KvferryProcess) -> None:
         self.prefill, self.decode, self.router = prefill, decode, router
 
-    def require_clean(self, within_s: float = 15.0) -> None:
+    def require_clean(self, timeout_s: float = 15.0) -> None:
         """Nothing is kept on any instance."""
         for instance in (*self.prefill, *self.decode):
-            instance.require_clean(within_s)
+            instance.require_clean(timeout_s)
 
 
 @contextmanager

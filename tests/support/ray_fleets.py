@@ -106,9 +106,9 @@ def replaced(fleet: RayFleet, before: dict[str, tuple[int, int]], *names: str) -
     fleet.settle()
 
 
-def eventually(fleet: RayFleet, holds: Callable[[], bool], within_s: float) -> None:
+def eventually(fleet: RayFleet, holds: Callable[[], bool], timeout_s: float) -> None:
     """As `until`, and shows what the controller has written meanwhile."""
     try:
-        until(holds, within_s)
+        until(holds, timeout_s)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{[*map(str, fleet.status.members)]}\n{fleet.log}") from None

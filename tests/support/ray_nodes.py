@@ -45,7 +45,7 @@ class Nodes:
         found = {}
         for folder in root_folder().glob("*/member"):
             actor, member = int(folder.parent.name.partition("-")[0]), MemberFolder(folder)
-            about, pid = member.about(), member.pid()
+            about, pid = member.record(), member.pid()
             with suppress(psutil.Error):
                 if about is not None and pid is not None and psutil.Process(actor).ppid() in raylets:
                     found[about.name] = actor, pid

@@ -218,7 +218,7 @@ def figure(url: str, name: str, **labels: str) -> float:
     return sum_of(httpx.get(url + "/metrics", timeout=30).text, name, **labels)
 
 
-def require_idle(*urls: str, within_s: float = SETTLE_S) -> None:
+def require_idle(*urls: str, timeout_s: float = SETTLE_S) -> None:
     """No request runs or waits at these servers, as SGLang itself counts them."""
     names = (
         *("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:num_prefill_bootstrap_queue_reqs"),
@@ -233,7 +233,7 @@ def require_idle(*urls: str, within_s: float = SETTLE_S) -> None:
             return False
         return sum(sum_of(metrics, name) for name in names) == 0
 
-    until(lambda: all(map(is_idle, urls)), within_s, lambda: "\n".join(urls))
+    until(lambda: all(map(is_idle, urls)), timeout_s, lambda: "\n".join(urls))
 
 
 def bootstrap_port(url: str) -> int:
@@ -282,10 +282,10 @@ class Asking:
             else:
                 self.num_right += 1
 
-    def more(self, number: int, within_s: float = 240) -> None:
+    def more(self, number: int, timeout_s: float = 240) -> None:
         """Wait for so many further right answers."""
         enough = self.num_right + number
-        until(lambda: self.num_right >= enough or bool(self.wrong), within_s, lambda: f"{self.num_errors} errors")
+        until(lambda: self.num_right >= enough or bool(self.wrong), timeout_s, lambda: f"{self.num_errors} errors")
 
     def __enter__(self) -> Asking:
         for client in self._clients:

@@ -26,10 +26,10 @@ SAMPLING = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case. `why`: of a refusal, and of what transformers itself does not do."""
+    """What became of a case. `reason`: of a refusal, and of what transformers itself does not do."""
 
     kind: Literal["exact", "wrong", "refused", "not tried"]
-    why: str = ""
+    reason: str = ""
 
 
 def try_case(case: Case, folder: Path) -> Outcome:
@@ -60,18 +60,18 @@ def try_case(case: Case, folder: Path) -> Outcome:
     return Outcome("wrong", f"prompts {differing} of {len(prompts)} differ") if differing else Outcome("exact")
 
 
-def _by_configuration(case: Case, folder: Path, why: str) -> Outcome:
+def _by_configuration(case: Case, folder: Path, reason: str) -> Outcome:
     """A model that cannot be built small may still be refused by its configuration."""
     try:
         config = make_config(case)
         (folder / "config.json").write_text(json.dumps(config.to_diff_dict() | {"model_type": case.family}))
     except (CannotBuildSmall, TypeError):
-        return Outcome("not tried", why)
+        return Outcome("not tried", reason)
     try:
         read_settings(EngineConfig(model=str(folder)), RankPlacement())
     except (UnsupportedModel, ConfigError) as error:
         return Outcome("refused", _reason(error, case, folder))
-    return Outcome("not tried", why)
+    return Outcome("not tried", reason)
 
 
 def _reason(error: Exception, case: Case, folder: Path) -> str:

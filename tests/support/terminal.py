@@ -46,12 +46,12 @@ class Terminal:
     def _read(self) -> None:
         while True:
             try:
-                piece = os.read(self._ours, 65536)
+                chunk = os.read(self._ours, 65536)
             except OSError:  # the other end has closed
                 return
-            if not piece:
+            if not chunk:
                 return
-            self._raw += piece
+            self._raw += chunk
 
 
 @contextmanager

@@ -259,16 +259,16 @@ def held(url: str) -> float:
     return figure(url, "vllm:kv_cache_usage_perc")
 
 
-def require_nothing_kept(*servers: KvferryProcess, within_s: float = SETTLE_S) -> None:
+def require_nothing_kept(*servers: KvferryProcess, timeout_s: float = SETTLE_S) -> None:
     """vLLM's own figures: no request, no block."""
     for server in servers:
-        require_idle(server.url, within_s, server.log)
+        require_idle(server.url, timeout_s, server.log)
 
 
-def require_idle(url: str, within_s: float = SETTLE_S, log: str = "") -> None:
+def require_idle(url: str, timeout_s: float = SETTLE_S, log: str = "") -> None:
     """As `require_nothing_kept`, of one address."""
     counts = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-    until(lambda: sum(figure(url, name) for name in counts) == 0 and held(url) == 0, within_s, log)
+    until(lambda: sum(figure(url, name) for name in counts) == 0 and held(url) == 0, timeout_s, log)
 
 
 @contextmanager

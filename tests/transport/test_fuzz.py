@@ -31,7 +31,7 @@ from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import (
     FromConsumer,
-    News,
+    KeyUpdate,
     Part,
     ProducerInfo,
     ReleaseKey,
@@ -56,8 +56,8 @@ HONEST: list[tuple[Any, Any]] = [
     (ProducerInfo(8, (LayerPlace(0, 16), LayerPlace(128, 32)), 30.0, {"tcp": {"host": "h", "port": 1}}), ProducerInfo),
     (Select(1, "key"), FromConsumer),
     (Renew(), FromConsumer),
-    (News(3, 1, [Part(0, 1, 2, [5, 6])], b"meta", "taken"), News),
-    (News(1, 2, held=True, digest=b"d" * 8), News),
+    (KeyUpdate(3, 1, [Part(0, 1, 2, [5, 6])], b"meta", "taken"), KeyUpdate),
+    (KeyUpdate(1, 2, take_confirmed=True, digest=b"d" * 8), KeyUpdate),
     (Verify(1, [(0, 8), (64, 8)]), FromConsumer),
     (ReadRequest(1, np.array([0, 8, 64, 8]).tobytes()), ReadRequest),
     (ReadAnswer(1, 16), ReadAnswer),
@@ -202,14 +202,14 @@ async def until_closed(connection: Connection) -> None:
 
 
 async def test_strangers_who_talk_nonsense(region: BlockRegion, make_region: Callable[..., BlockRegion]) -> None:
-    dice = random.Random(1)
+    rng = random.Random(1)
     async with serving(region, handshake_s=0.5) as (listener, _):
         for _ in range(60):
             reader, writer = await asyncio.open_connection(listener.host, listener.port)
-            for _ in range(dice.randrange(1, 4)):
-                noise = dice.randbytes(dice.randrange(1, 200))
-                writer.write(noise if dice.random() < 0.5 else len(noise).to_bytes(4, "big") + noise)
-            if dice.random() < 0.5:
+            for _ in range(rng.randrange(1, 4)):
+                noise = rng.randbytes(rng.randrange(1, 200))
+                writer.write(noise if rng.random() < 0.5 else len(noise).to_bytes(4, "big") + noise)
+            if rng.random() < 0.5:
                 writer.write_eof()
             async with asyncio.timeout(30):
                 await reader.read()
@@ -224,18 +224,18 @@ class Noise(Message, frozen=True):
     body: bytes
 
 
-def anything_from_a_consumer(dice: random.Random) -> Any:
-    select_id, number = dice.choice([0, 1, 2, 2**31]), dice.choice([-1, 0, 1, 2**40])
-    key = dice.choice(["here", "gone", "", "k" * 600])
-    return dice.choice(
+def anything_from_a_consumer(rng: random.Random) -> Any:
+    select_id, number = rng.choice([0, 1, 2, 2**31]), rng.choice([-1, 0, 1, 2**40])
+    key = rng.choice(["here", "gone", "", "k" * 600])
+    return rng.choice(
         [
             Select(select_id, key),
             Unselect(select_id),
             Renew(),
-            Take(select_id, 77 if number == 0 else number, number, dice.choice([-1, 0, 1, 2**40])),
-            Verify(select_id, [(number, dice.choice([-1, 0, 8, 2**62]))]),
+            Take(select_id, 77 if number == 0 else number, number, rng.choice([-1, 0, 1, 2**40])),
+            Verify(select_id, [(number, rng.choice([-1, 0, 8, 2**62]))]),
             ReleaseKey("gone" if key == "here" else key),
-            News(select_id, number, held=True),
+            KeyUpdate(select_id, number, take_confirmed=True),
             Hello(1, "lookup", b""),
         ]
     )
@@ -244,22 +244,22 @@ def anything_from_a_consumer(dice: random.Random) -> Any:
 async def test_a_consumer_who_knows_the_token_and_not_the_manners(
     region: BlockRegion, make_region: Callable[..., BlockRegion]
 ) -> None:
-    dice = random.Random(2)
+    rng = random.Random(2)
     identity = Identity("rude", region.memory.layout)
     async with serving(region) as (listener, _):
         for _ in range(60):
             connection = await dial(listener.host, listener.port, "lookup", identity, TOKEN, time.monotonic() + 30)
             try:
-                for _ in range(dice.randrange(1, 12)):
-                    if dice.random() < 0.1:
-                        noise = dice.randbytes(dice.randrange(1, 60))
+                for _ in range(rng.randrange(1, 12)):
+                    if rng.random() < 0.1:
+                        noise = rng.randbytes(rng.randrange(1, 60))
                         unsealed = bytearray(len(noise).to_bytes(4, "big") + noise)
-                        if dice.random() < 0.5:
+                        if rng.random() < 0.5:
                             connection.io.send(memoryview(unsealed))
                         else:
                             await connection.send(Noise(noise))
                     else:
-                        await connection.send(anything_from_a_consumer(dice))
+                        await connection.send(anything_from_a_consumer(rng))
             except KvferryError:
                 pass
             await connection.close()
@@ -269,49 +269,55 @@ async def test_a_consumer_who_knows_the_token_and_not_the_manners(
 async def test_a_reader_who_asks_for_bytes_that_are_not_there(
     region: BlockRegion, make_region: Callable[..., BlockRegion]
 ) -> None:
-    dice, size = random.Random(3), region.memory.num_bytes
+    rng, size = random.Random(3), region.memory.num_bytes
     identity = Identity("rude", region.memory.layout)
     async with serving(region) as (listener, _):
         for _ in range(60):
             connection = await dial(listener.host, listener.port, "read", identity, TOKEN, time.monotonic() + 30)
-            offset = dice.choice([-1, 0, size - 4, size, 2**62])
-            length = dice.choice([-1, 0, 4, 8, size + 1, 2**62])
-            spans = np.array([offset, length]).tobytes() + bytes(dice.choice([0, 0, 0, 1, 8, 15]))
+            offset = rng.choice([-1, 0, size - 4, size, 2**62])
+            length = rng.choice([-1, 0, 4, 8, size + 1, 2**62])
+            spans = np.array([offset, length]).tobytes() + bytes(rng.choice([0, 0, 0, 1, 8, 15]))
             await connection.send(ReadRequest(1, spans))
             answer = await connection.receive(ReadAnswer)
             allowed = len(spans) == 16 and offset >= 0 and length > 0 and offset + length <= size
             assert bool(answer.refusal) is not allowed
             assert answer.num_bytes == (length if allowed else 0)
-            connection.io.send(memoryview(dice.randbytes(dice.randrange(1, 60))))
+            connection.io.send(memoryview(rng.randbytes(rng.randrange(1, 60))))
             await connection.close()
         await require_serves(listener, make_region)
 
 
-def anything_from_a_producer(dice: random.Random) -> Any:
-    number = dice.choice([-1, 0, 1, 3, 2**40])
-    part = Part(dice.choice([-1, 0, 2, 99]), dice.choice([-1, 0, 1, 3, 99]), number, [dice.choice([-1, 0, 3, 10**9])])
-    return dice.choice(
+def anything_from_a_producer(rng: random.Random) -> Any:
+    number = rng.choice([-1, 0, 1, 3, 2**40])
+    part = Part(rng.choice([-1, 0, 2, 99]), rng.choice([-1, 0, 1, 3, 99]), number, [rng.choice([-1, 0, 3, 10**9])])
+    return rng.choice(
         [
-            *(News(0, number, [part]), News(0, number, meta=b"m"), News(0, number, over="odd"), News(0, 0), News(5, 0)),
-            *(News(0, number, held=True), News(0, 0, digest=b"?"), Select(1, "key")),
+            *(
+                KeyUpdate(0, number, [part]),
+                KeyUpdate(0, number, meta=b"m"),
+                KeyUpdate(0, number, end_reason="odd"),
+                KeyUpdate(0, 0),
+                KeyUpdate(5, 0),
+            ),
+            *(KeyUpdate(0, number, take_confirmed=True), KeyUpdate(0, 0, digest=b"?"), Select(1, "key")),
         ]
     )
 
 
 async def test_a_producer_without_manners(make_region: Callable[..., BlockRegion]) -> None:
-    dice, theirs, ours = random.Random(4), make_region(16, seed=1), make_region(16, seed=2)
+    rng, theirs, ours = random.Random(4), make_region(16, seed=1), make_region(16, seed=2)
     identity = Identity("producer", theirs.memory.layout)
     listener = Listener(identity, TOKEN)
     shm = ShmFabric(FabricContext(theirs.memory, listener))
 
     async def serve(connection: Connection) -> None:
         places = theirs.memory.geometry.places
-        if dice.random() < 0.3:
-            places = tuple(LayerPlace(dice.choice([-8, 0, 2**62]), dice.choice([-8, 0, 2**62])) for _ in places)
-        await connection.send(ProducerInfo(dice.choice([16, 10**12]), places, 30.0, {"shm": shm.describe()}))
+        if rng.random() < 0.3:
+            places = tuple(LayerPlace(rng.choice([-8, 0, 2**62]), rng.choice([-8, 0, 2**62])) for _ in places)
+        await connection.send(ProducerInfo(rng.choice([16, 10**12]), places, 30.0, {"shm": shm.describe()}))
         await connection.receive(FromConsumer)
-        for _ in range(dice.randrange(1, 8)):
-            await connection.send(anything_from_a_producer(dice))
+        for _ in range(rng.randrange(1, 8)):
+            await connection.send(anything_from_a_producer(rng))
 
     listener.handle("lookup", serve)
     serving_task = asyncio.create_task(listener.serve())

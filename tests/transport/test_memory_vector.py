@@ -27,11 +27,11 @@ def vector(memory: np.ndarray, spans: list[tuple[int, int]]) -> MemoryVector:
     return MemoryVector(table[:, 0] + memory.ctypes.data, table[:, 1])
 
 
-def spans_of(dice: random.Random, lengths: list[int]) -> list[tuple[int, int]]:
+def spans_of(rng: random.Random, lengths: list[int]) -> list[tuple[int, int]]:
     """Somewhere in memory, none touching another, in any order."""
     starts = np.cumsum([0, *(length + 1 for length in lengths)])[:-1].tolist()
     spans = list(zip(starts, lengths, strict=True))
-    dice.shuffle(spans)
+    rng.shuffle(spans)
     return spans
 
 
@@ -39,12 +39,12 @@ def spans_of(dice: random.Random, lengths: list[int]) -> list[tuple[int, int]]:
 def test_bytes_arrive_in_order_however_the_kernel_cuts_them(
     ends: tuple[socket.socket, socket.socket], longest: int
 ) -> None:
-    dice = random.Random(longest)
+    rng = random.Random(longest)
     count = 5 if longest > 2**20 else 2 * CALL_PIECES + 3
-    lengths = [dice.randint(1, longest) for _ in range(count)]
-    source = np.frombuffer(dice.randbytes(sum(lengths) + count), np.uint8)
+    lengths = [rng.randint(1, longest) for _ in range(count)]
+    source = np.frombuffer(rng.randbytes(sum(lengths) + count), np.uint8)
     target = np.zeros_like(source)
-    from_order, to_order = spans_of(dice, lengths), spans_of(dice, lengths)
+    from_order, to_order = spans_of(rng, lengths), spans_of(rng, lengths)
     sent, received = vector(source, from_order), vector(target, to_order)
     while received.num_left:
         for part, sock in ((sent, ends[0]), (received, ends[1])):

@@ -231,12 +231,12 @@ async def joined(tls: ChannelTls) -> tuple[Connection, Connection]:
 
 @pytest.mark.parametrize("longest", [1, 40, 5000, 20_000, 3 * 2**20])
 async def test_bytes_go_between_the_places_they_belong_to(member: ChannelTls, longest: int) -> None:
-    dice = random.Random(longest)
-    lengths = [dice.randint(1, longest) for _ in range(max(5, min(700, 2**21 // longest)))]
+    rng = random.Random(longest)
+    lengths = [rng.randint(1, longest) for _ in range(max(5, min(700, 2**21 // longest)))]
     starts = np.cumsum([0, *(length + 1 for length in lengths)])[:-1]
-    source = np.frombuffer(dice.randbytes(int(starts[-1]) + lengths[-1]), np.uint8).copy()
+    source = np.frombuffer(rng.randbytes(int(starts[-1]) + lengths[-1]), np.uint8).copy()
     target = np.zeros_like(source)
-    order = dice.sample(range(len(lengths)), len(lengths))
+    order = rng.sample(range(len(lengths)), len(lengths))
     addresses, table = starts[order], np.array(lengths, np.int64)[order]
     ours, theirs = await joined(member)
 

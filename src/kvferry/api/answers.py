@@ -87,7 +87,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """The name of a function, and the JSON text of its arguments. In a chunk it may be the next piece of them, without
+    """The name of a function, and the JSON text of its arguments. In a chunk it may be the next chunk of them, without
     the name."""
 
     name: str | msgspec.UnsetType = msgspec.UNSET
@@ -95,7 +95,7 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A call. In a chunk it has its position in `index`, and may be the next piece of its arguments, without id and
+    """A call. In a chunk it has its position in `index`, and may be the next chunk of its arguments, without id and
     type."""
 
     index: int | None = None

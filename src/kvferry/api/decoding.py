@@ -108,7 +108,7 @@ def read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
     """The fields of a JSON object, each as undecoded JSON. Raises `InvalidRequest` if the object has a field twice, or
     is so large or deep that decoding it would take too long."""
     _require_utf8(raw)
-    _require_countable(raw)
+    _require_few_values(raw)
     fields: dict[str, msgspec.Raw] = {}
     try:
         texts = read_texts(raw)
@@ -132,7 +132,7 @@ def read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
 
 def decode_value(raw: bytes) -> Any:
     """Decode any JSON, within the same bounds as `read_fields`. Raises `InvalidRequest`."""
-    _require_countable(raw)
+    _require_few_values(raw)
     try:
         _require_shallow(raw)
         return msgspec.json.decode(raw)
@@ -178,7 +178,7 @@ def _require_utf8(raw: bytes) -> None:
         raise InvalidRequest(f"the body is not valid JSON: byte {error.start} is not UTF-8") from error
 
 
-def _require_countable(raw: bytes) -> None:
+def _require_few_values(raw: bytes) -> None:
     """Raise `InvalidRequest` for a body with too many values, before it is decoded. Values are counted by their commas
     and brackets, also within strings; escaped quotes do not count."""
     if raw.count(b",") > MAX_VALUES:

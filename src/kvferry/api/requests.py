@@ -21,7 +21,7 @@ Name = Annotated[str, msgspec.Meta(max_length=1024)]
 """Name of a model, a user, a tenant, or a request."""
 
 StopString = Annotated[str, msgspec.Meta(max_length=256)]
-"""A stop string, for which each piece of an answer is searched."""
+"""A stop string, for which each chunk of an answer is searched."""
 
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 """A word that must not occur in an answer."""

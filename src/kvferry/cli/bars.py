@@ -19,20 +19,20 @@ def make_bars(*columns: str | ProgressColumn) -> Progress:
 
 
 class ProgressLines:
-    """Progress as lines of text, for pipes: one line every `every_s` seconds."""
+    """Progress as lines of text, for pipes: one line every `interval_s` seconds."""
 
     def __init__(
-        self, what: str, clock: Clock = SYSTEM_CLOCK, stream: TextIO | None = None, every_s: float = 5.0
+        self, label: str, clock: Clock = SYSTEM_CLOCK, stream: TextIO | None = None, interval_s: float = 5.0
     ) -> None:
-        self._what, self._clock, self._every_s = what, clock, every_s
+        self._label, self._clock, self._interval_s = label, clock, interval_s
         self._stream = sys.stderr if stream is None else stream
         self._last = clock.monotonic()
 
-    def __call__(self, share: float, what: str | None = None) -> None:
-        """Show the progress. `share`: the part that is done, from 0 to 1; `what`: what is being done now."""
-        self._what = what or self._what
+    def __call__(self, share: float, label: str | None = None) -> None:
+        """Show the progress. `share`: the part that is done, from 0 to 1; `label`: what is being done now."""
+        self._label = label or self._label
         now = self._clock.monotonic()
-        if now - self._last >= self._every_s:
+        if now - self._last >= self._interval_s:
             self._last = now
-            self._stream.write(f"kvferry: {self._what}: {100 * share:.0f} %\n")
+            self._stream.write(f"kvferry: {self._label}: {100 * share:.0f} %\n")
             self._stream.flush()

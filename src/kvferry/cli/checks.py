@@ -14,7 +14,7 @@ from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.listening import require_free
 from kvferry.fleet.processes.recipe import LOOPBACK
-from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, Listen
+from kvferry.fleet.spec.settings import EngineChoice, FleetShapeSettings, ListenSettings
 from kvferry.http.server.config import HttpAccess
 from kvferry.kv_events.sockets import zmq
 from kvferry.models.catalog import resolve
@@ -27,9 +27,9 @@ from kvferry.router.config import RouterConfig
 def check_before_start(
     engine: EngineConfig,
     choice: EngineChoice,
-    listen: Listen,
+    listen: ListenSettings,
     access: HttpAccess,
-    fleet: FleetSpec | None = None,
+    fleet: FleetShapeSettings | None = None,
     router: RouterConfig | None = None,
     transfer: str | None = None,
 ) -> None:
@@ -60,7 +60,7 @@ def check_before_start(
             require_on_hub(source)
 
 
-def _require_room(engine: EngineConfig, fleet: FleetSpec | None) -> None:
+def _require_room(engine: EngineConfig, fleet: FleetShapeSettings | None) -> None:
     """Raise `ConfigError` if KV caches in host memory would not fit. With `--device auto` and a GPU, they are in the
     GPU's memory."""
     may_use_gpu = engine.device == "cuda" or (engine.device == "auto" and has_gpu())
@@ -71,7 +71,7 @@ def _require_room(engine: EngineConfig, fleet: FleetSpec | None) -> None:
     require_memory(count * parse_bytes(engine.kv_cache_memory, "--kv-cache-memory"), asker)
 
 
-def _check_connector(transfer: str, fleet: FleetSpec | None) -> None:
+def _check_connector(transfer: str, fleet: FleetShapeSettings | None) -> None:
     config = parse_transfer_config(transfer)
     draws_token = fleet is not None and fleet.is_split  # a process that starts several instances makes a token for them
     try:
@@ -92,7 +92,7 @@ def _require_temporary_folder() -> None:
         ) from error
 
 
-def _require_free_ports(fleet: FleetSpec, listen: Listen) -> None:
+def _require_free_ports(fleet: FleetShapeSettings, listen: ListenSettings) -> None:
     ports = [fleet.instance_port(index) for index in range(fleet.num_prefill + fleet.num_decode)]
     for port in ports:
         if port == listen.port:

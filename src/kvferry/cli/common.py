@@ -19,7 +19,7 @@ from kvferry.fleet.processes.process_settings import ProcessSettings
 from kvferry.fleet.processes.ready import ReadyWriter
 from kvferry.fleet.processes.running import Reporter, run_process
 from kvferry.fleet.spec.restart import RestartPolicy
-from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import EngineChoice, FleetShapeSettings, InstanceSettings, ListenSettings
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     ChoiceFields = EngineChoice
     EngineFields = EngineConfig
     InstanceAccessFields = InstanceAccess
-    InstanceFields = InstanceSpec
-    ListenFields = Listen
-    FleetFields = FleetSpec
+    InstanceFields = InstanceSettings
+    ListenFields = ListenSettings
+    FleetFields = FleetShapeSettings
     LimitFields = HttpLimits
     LogFields = LogConfig
     RestartFields = RestartPolicy
@@ -45,9 +45,9 @@ else:
     ChoiceFields = flags_of(EngineChoice)
     EngineFields = flags_of(EngineConfig, without=("model",), sort_key=6)
     InstanceAccessFields = flags_of(InstanceAccess)
-    InstanceFields = flags_of(InstanceSpec)
-    ListenFields = flags_of(Listen)
-    FleetFields = flags_of(FleetSpec)
+    InstanceFields = flags_of(InstanceSettings)
+    ListenFields = flags_of(ListenSettings)
+    FleetFields = flags_of(FleetShapeSettings)
     LimitFields = flags_of(HttpLimits)
     LogFields = flags_of(LogConfig)
     RestartFields = flags_of(RestartPolicy)
@@ -59,10 +59,10 @@ else:
 _KEYS = settings_group("Keys and TLS", 7, HttpAccess, InstanceAccess)
 
 Model = Annotated[str, Parameter(help=field_help(EngineConfig)["model"])]
-FleetFlags = Annotated[FleetFields, Parameter(name="*", group=settings_group("Fleet", 1, FleetSpec))]
+FleetFlags = Annotated[FleetFields, Parameter(name="*", group=settings_group("Fleet", 1, FleetShapeSettings))]
 RestartFlags = Annotated[RestartFields, Parameter(name="*", group=settings_group("Restarts", 1, RestartPolicy))]
-ListenFlags = Annotated[ListenFields, Parameter(name="*", group=settings_group("Listening", 2, Listen))]
-InstanceFlags = Annotated[InstanceFields, Parameter(name="*", group=settings_group("Instance", 3, InstanceSpec))]
+ListenFlags = Annotated[ListenFields, Parameter(name="*", group=settings_group("Listening", 2, ListenSettings))]
+InstanceFlags = Annotated[InstanceFields, Parameter(name="*", group=settings_group("Instance", 3, InstanceSettings))]
 RouterFlags = Annotated[RouterFields, Parameter(name="*", group=settings_group("Router", 4, RouterConfig))]
 RouterOptionFlags = Annotated[RouterOptionFields, Parameter(name="*", group=settings_group("Router", 4, RouterConfig))]
 ChoiceFlags = Annotated[ChoiceFields, Parameter(name="*", group=settings_group("Which engine", 5, EngineChoice))]
@@ -86,17 +86,17 @@ class TerminalReporter:
     def __init__(self, name: str, display: Display) -> None:
         self._name, self._display, self._started = name, display, False
 
-    def progress(self, what: str, fraction: float) -> None:
+    def progress(self, phase: str, fraction: float) -> None:
         if not self._started:
             self._started = True
             self._display.starting([self._name])
-        self._display.progress(self._name, what, fraction)
+        self._display.progress(self._name, phase, fraction)
 
-    def ready(self, about: dict[str, Any]) -> None:
+    def ready(self, description: dict[str, Any]) -> None:
         if not self._started:
             self._display.starting([self._name])
-        self._display.ready(self._name, about["url"])
-        self._display.up(about["url"])
+        self._display.ready(self._name, description["url"])
+        self._display.up(description["url"])
 
     def close(self) -> None:
         """Restore the terminal."""

@@ -24,7 +24,7 @@ from kvferry.core.settings.flags import variable_name
 from kvferry.core.settings.toml_file import read_toml
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec.keys import SECRETS
-from kvferry.fleet.spec.settings import EngineChoice, InstanceSpec
+from kvferry.fleet.spec.settings import EngineChoice, InstanceSettings
 from kvferry.fleet.spec.variables import FLEET, INSTANCE, ROUTER, variables_of
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
@@ -60,12 +60,12 @@ STARTS_NOTHING: frozenset[Command] = frozenset(
 )
 """Commands that start no server, or a server whose settings are in a ledger."""
 
-_HARMLESS = frozenset({variable_name("verbose")})
+_IGNORED_VARIABLES = frozenset({variable_name("verbose")})
 """Variables that change only the output of a command."""
 
 FROM_A_SPEC = tuple(("fleet", name) for name in ("apply", "run", "render", "recommend"))
 
-_SHARED = {"engine": (EngineConfig, EngineChoice, InstanceSpec), "router": (RouterConfig,)}
+_SHARED = {"engine": (EngineConfig, EngineChoice, InstanceSettings), "router": (RouterConfig,)}
 """Tables that several commands read, and the settings that each may have."""
 
 _Table = dict[str, Any]
@@ -89,9 +89,9 @@ class ConfigFile:
         if not commands:
             return
         flags = {_field(name) for argument in arguments for name in argument.names}
-        own = commands[-1]
-        for table in (own, *(name for name in _SHARED if name != own)):
-            entries = self._entries(table, flags, is_own=table == own)
+        own_command = commands[-1]
+        for table in (own_command, *(name for name in _SHARED if name != own_command)):
+            entries = self._entries(table, flags, is_own=table == own_command)
             for command in reversed(commands):  # cyclopts looks for them under the command's name.
                 entries = {command: entries}
             Dict(entries, source=f"{self._path} [{table}]")(app, commands, arguments)
@@ -130,7 +130,7 @@ def refuse_unread(command: Command, app: App, *, has_file: bool = False) -> None
     reads_spec = command in FROM_A_SPEC
     if reads_spec and has_file:
         raise ConfigError(f"`kvferry {' '.join(command)}` takes its settings from the spec: leave out --config")
-    present = sorted((variables_of(STARTS.get(command, ())) - _HARMLESS).intersection(os.environ))
+    present = sorted((variables_of(STARTS.get(command, ())) - _IGNORED_VARIABLES).intersection(os.environ))
     if not present:
         return
     read, leaf = set[str](), app
@@ -144,12 +144,12 @@ def refuse_unread(command: Command, app: App, *, has_file: bool = False) -> None
 
 def _complaint(command: Command, variable: str, *, reads_spec: bool) -> str:
     field = variable.removeprefix("KVFERRY_").lower()
-    how = "unset it for this command"
+    remedy = "unset it for this command"
     if reads_spec and field in SECRETS:
-        how = (
+        remedy = (
             f"a spec says it as {field}_file in [router], or in Kubernetes as a Secret in"
-            f" backend.kubernetes.pod.router.secrets; {how}"
+            f" backend.kubernetes.pod.router.secrets; {remedy}"
         )
     elif reads_spec:
-        how = f"a spec says all settings of its fleet; {how}"
-    return f"{variable} is set, and `kvferry {' '.join(command)}` does not read it: {how}"
+        remedy = f"a spec says all settings of its fleet; {remedy}"
+    return f"{variable} is set, and `kvferry {' '.join(command)}` does not read it: {remedy}"

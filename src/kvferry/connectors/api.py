@@ -182,11 +182,11 @@ class Loaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The load has failed. Nothing writes to the blocks any more, unless `kept_as` is set."""
+    """The load has failed. Nothing writes to the blocks any more, unless `held_under` is set."""
 
     request_id: str
     error: KvferryError
-    kept_as: str = ""
+    held_under: str = ""
     """Name under which the blocks are held until a report has `Released` for it, because a call that does not return
     may still write to them. The request gets other blocks."""
 
@@ -384,8 +384,8 @@ class HandsOff(ABC):
     """A scheduler side that makes tickets with which other instances fetch KV, or that fetches KV with their tickets.
     In a `MultiConnector`, the first child of this class that is no cache takes part in hand-offs."""
 
-    takes_parts: ClassVar[bool] = False
-    """True if the engine may present one request as several requests. Each has a part of the prompt, its own blocks,
+    takes_sections: ClassVar[bool] = False
+    """True if the engine may present one request as several requests. Each has a section of the prompt, its own blocks,
     its own transfer id, and no chunks of the answer. This is possible if KV is handed off by transfer id, but not if it
     is looked up by block hash."""
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Any, Generic
 
 from kvferry.connectors.api import Plan
 from kvferry.connectors.registry import ConnectorSpec
@@ -20,6 +20,12 @@ from kvferry.store.activity import Changes
 class KeepsBlocks(ABC, Generic[Plan]):
     """A scheduler side that keeps blocks for reuse, by their hash."""
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Accept a method `kept`, the deprecated name of `stored_blocks`."""
+        super().__init_subclass__(**arguments)
+        if "kept" in cls.__dict__ and "stored_blocks" not in cls.__dict__:
+            cls.stored_blocks = cls.kept  # type: ignore[method-assign]
+
     @classmethod
     @abstractmethod
     def lossy_codecs(cls, config: KVTransferConfig) -> Sequence[str]:
@@ -30,12 +36,16 @@ class KeepsBlocks(ABC, Generic[Plan]):
         """The blocks that a plan stores: for each request id, consecutive blocks of its prompt. Default: not known."""
         return ()
 
-    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
+    def stored_blocks(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
         """The share of these blocks that each tier of each store has. They are pinned if `pin` is True, and unpinned if
         False. Unless `pin` is False, the next request for exactly these blocks stores the missing ones, even if the
         engine's prefix cache has them. Raises `InvalidRequest` if this instance only loads. The futures raise
         `StoreError`. Default: not known."""
         return ()
+
+    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
+        """Deprecated name of `stored_blocks`."""
+        return KeepsBlocks.stored_blocks(self, hashes, pin=pin)
 
     def keeps_keys(self) -> bool:
         """True if requests can store and load KV under their own keys (`RequestView.transfer_params`). Default:

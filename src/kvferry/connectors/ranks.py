@@ -67,21 +67,21 @@ class RankReports:
         ended[rank] = event
         if len(ended) == self._num_ranks:
             del self._ended[event.request_id]
-            kept_as = next(
+            held_under = next(
                 (
-                    rank_event.kept_as
+                    rank_event.held_under
                     for rank_event in ended.values()
-                    if isinstance(rank_event, Failed) and rank_event.kept_as
+                    if isinstance(rank_event, Failed) and rank_event.held_under
                 ),
                 "",
             )
             joined = _joined(ended.values())
             self._joined_report.append(
-                msgspec.structs.replace(joined, kept_as=kept_as) if isinstance(joined, Failed) else joined
+                msgspec.structs.replace(joined, held_under=held_under) if isinstance(joined, Failed) else joined
             )
             for other_rank, rank_event in ended.items():
-                if kept_as and not (isinstance(rank_event, Failed) and rank_event.kept_as):
-                    self._rank_released(other_rank, kept_as)
+                if held_under and not (isinstance(rank_event, Failed) and rank_event.held_under):
+                    self._rank_released(other_rank, held_under)
 
     def _rank_released(self, rank: int, request_id: str) -> None:
         released = self._released.setdefault(request_id, set())
@@ -103,6 +103,6 @@ def _joined(ended: Collection[Loaded | Failed]) -> Loaded | Failed:
         causes = [event for event in failed if not isinstance(event.error, LeaseEnded)]
         return [*causes, *failed][0]
     loaded = [event for event in ended if isinstance(event, Loaded)]
-    counted = [event.num_tokens for event in loaded if event.num_tokens is not None]
+    token_counts = [event.num_tokens for event in loaded if event.num_tokens is not None]
     measured = [event.seconds for event in loaded if event.seconds is not None]
-    return Loaded(loaded[0].request_id, min(counted, default=None), max(measured, default=None))
+    return Loaded(loaded[0].request_id, min(token_counts, default=None), max(measured, default=None))

@@ -70,9 +70,9 @@ class ManualClock:
         return self.now
 
 
-def doubling_waits(first_s: float, max_s: float) -> Iterator[float]:
+def doubling_waits(first_wait_s: float, max_s: float) -> Iterator[float]:
     """Seconds to wait before each further attempt, without end: each time twice as long, at most `max_s`."""
-    wait_s = first_s
+    wait_s = first_wait_s
     while True:
         yield wait_s
         wait_s = min(2 * wait_s, max_s)

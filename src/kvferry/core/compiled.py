@@ -80,11 +80,11 @@ def _build(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str],
     command = [compiler, *flags, "-shared", "-fPIC", str(sources[0]), *linked]
     name = f"{_fingerprint(compiler, sources, command, depends_on)}.so"
     target = _library_dir(name) / name
-    if not _is_ours(target):
+    if not _is_owned(target):
         descriptor = os.open(target.parent / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # the second of two processes waits and then finds it built
-            if not _is_ours(target):
+            if not _is_owned(target):
                 _compile(command, target)
         finally:
             os.close(descriptor)
@@ -113,7 +113,7 @@ def _private_dir() -> Path:
         raise OSError(str(error)) from error
 
 
-def _is_ours(path: Path) -> bool:
+def _is_owned(path: Path) -> bool:
     """True if the path exists and only this user, or root, can have written it."""
     try:
         return is_trusted(path)
@@ -140,7 +140,7 @@ def _library_dir(name: str) -> Path:
             if not _is_usable(folder):
                 refused = f"{folder} is another user's, or others may write there"
                 continue
-            if _is_ours(folder / name):
+            if _is_owned(folder / name):
                 return folder
             with tempfile.TemporaryFile(dir=folder):
                 require_disk_space(folder, _SPACE_BYTES, "compiled kernels need room")
@@ -153,7 +153,7 @@ def _library_dir(name: str) -> Path:
         raise ConfigError(f"{CACHE_DIR_VARIABLE}: {refused}; name another directory, or unset it")
     private = _private_dir()
     private.mkdir(exist_ok=True)
-    if _is_ours(private / name):
+    if _is_owned(private / name):
         return private
     logger.warning(
         "compiled kernels cannot be kept (%s); they go to %s, and are compiled again if that is cleared."

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from kvferry.core.errors import MissingDependency
 
 
-def require_library(what: str, package: str, extra: str, modules: Sequence[str]) -> None:
-    """Raise `MissingDependency` unless one of `modules`, which `package` provides, is installed. `what` needs it."""
+def require_library(feature: str, package: str, extra: str, modules: Sequence[str]) -> None:
+    """Raise `MissingDependency` unless one of `modules`, which `package` provides, is installed. `feature` needs it."""
     if not any(_is_installed(module) for module in modules):
-        raise MissingDependency(what, package, extra)
+        raise MissingDependency(feature, package, extra)
 
 
 def _is_installed(module: str) -> bool:

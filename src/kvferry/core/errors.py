@@ -61,8 +61,8 @@ class UnknownName(ConfigError):
 class MissingDependency(ConfigError):
     """An optional package is not installed."""
 
-    def __init__(self, what: str, package: str, extra: str) -> None:
-        super().__init__(f"{what} needs the package {package!r}; install it with: pip install 'kvferry[{extra}]'")
+    def __init__(self, feature: str, package: str, extra: str) -> None:
+        super().__init__(f"{feature} needs the package {package!r}; install it with: pip install 'kvferry[{extra}]'")
 
 
 class UnsupportedModel(KvferryError):
@@ -176,10 +176,10 @@ _HINTS = {
 class LayoutMismatch(KvferryError):
     """Two layouts that cannot be reconciled; `field` says where they differ."""
 
-    def __init__(self, field: str, ours: object, theirs: object) -> None:
+    def __init__(self, field: str, local: object, remote: object) -> None:
         hint = _HINTS.get(field, "")
-        super().__init__(f"KV layouts differ in {field}: here {ours!r}, there {theirs!r}{hint}")
-        self.field, self.ours, self.theirs = field, ours, theirs
+        super().__init__(f"KV layouts differ in {field}: here {local!r}, there {remote!r}{hint}")
+        self.field, self.local, self.remote = field, local, remote
 
 
 class TransferError(KvferryError):

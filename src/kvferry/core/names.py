@@ -82,6 +82,6 @@ class ExtensionPoint:
         if ":" in name:
             return resolve(name)
         if name in self.table:
-            ours = self.table[name]
-            return resolve(ours) if isinstance(ours, str) else ours
+            builtin = self.table[name]
+            return resolve(builtin) if isinstance(builtin, str) else builtin
         return entry_points(group=self.group)[name].load()

@@ -98,7 +98,7 @@ def banned_tokens(sampling: SamplingParams, eos_token_ids: Collection[int]) -> s
     return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
 
 
-def drawn_by(model: str, sampling: SamplingParams, eos_token_ids: Collection[int]) -> str:
+def sampling_digest(model: str, sampling: SamplingParams, eos_token_ids: Collection[int]) -> str:
     """32 hexadecimal digits for all that decides which token follows a prompt, besides the prompt and the seed: the
     model as it computes (`KVLayout.model_identity`), and the sampling parameters as the instance has resolved them."""
     greedy = sampling.temperature == 0

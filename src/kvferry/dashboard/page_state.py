@@ -233,7 +233,7 @@ class PageState:
             return []
         reported = set() if before is None else {(decided.at, decided.what) for decided in before.decisions}
         return [
-            PageEvent(decided.at, f"scaling: {decided.what} ({decided.why})")
+            PageEvent(decided.at, f"scaling: {decided.what} ({decided.reason})")
             for decided in plan.decisions
             if (decided.at, decided.what) not in reported
         ]

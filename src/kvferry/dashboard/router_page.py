@@ -57,7 +57,7 @@ class RouterSource:
 
     async def plan(self) -> FleetPlan | None:
         """The plan of the fleet's controller."""
-        return self._router.services.pools.shared_plan.plan
+        return self._router.services.pools.fleet_plan.plan
 
     async def models(self) -> list[str]:
         """The models of the instances, each once."""

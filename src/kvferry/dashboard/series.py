@@ -79,15 +79,15 @@ def make_point(
 def _set_ttft_parts(point: Point, answered: Sequence[RequestObservation]) -> None:
     ms_per_request = 1000 / len(answered)
     for request in answered:
-        first_s = request.first_s or 0.0
+        ttft_s = request.first_s or 0.0
         if request.prefill and request.prefill_s is not None:
-            hand_off_s = min(first_s, request.hand_off_s or 0.0)
-            prefill_s = min(first_s - hand_off_s, request.prefill_s)
+            hand_off_s = min(ttft_s, request.hand_off_s or 0.0)
+            prefill_s = min(ttft_s - hand_off_s, request.prefill_s)
             point.hand_off += ms_per_request * hand_off_s
             point.prefill += ms_per_request * prefill_s
-            point.queue += ms_per_request * (first_s - hand_off_s - prefill_s)
+            point.queue += ms_per_request * (ttft_s - hand_off_s - prefill_s)
         else:
-            point.aggregated += ms_per_request * first_s
+            point.aggregated += ms_per_request * ttft_s
 
 
 def _set_counter_rates(point: Point, figures: Figures, seconds: float) -> None:
@@ -115,8 +115,8 @@ def _requests_of_metrics(point: Point, figures: Figures, seconds: float) -> None
     """Set the rates and times of requests that no router has seen: of an instance that is used without one."""
     values = figures.values
     for name, fraction in (("ttft_p50", 0.5), ("ttft_p99", 0.99)):
-        first_s = quantile(figures.ttft, fraction)
-        setattr(point, name, None if first_s is None else 1000 * first_s)
+        ttft_s = quantile(figures.ttft, fraction)
+        setattr(point, name, None if ttft_s is None else 1000 * ttft_s)
     point.requests = point.requests or values.get("ended", 0.0) / seconds
     if point.hits is None and values.get("looked_up_tokens", 0.0) > 0:
         cached = values.get("cached_tokens", 0.0) + values.get("loaded_tokens", 0.0)

@@ -49,7 +49,7 @@ from kvferry.engine.scheduling.step import Chunk
 from kvferry.engine.statistics import EngineSnapshot
 from kvferry.store.machine import MACHINE, Machine
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -159,10 +159,10 @@ class EngineCore:
         if self.hands_off is not None:
             self.hands_off.refused(transfer_id)
 
-    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """Call `KeepsBlocks.kept`. Raises `InvalidRequest` where no connector keeps KV."""
+    def stored_blocks(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
+        """Call `KeepsBlocks.stored_blocks`. Raises `InvalidRequest` where no connector keeps KV."""
         side = self.scheduler_side
-        lookups = side.kept(hashes, pin=pin) if side is not None and isinstance(side, KeepsBlocks) else ()
+        lookups = side.stored_blocks(hashes, pin=pin) if side is not None and isinstance(side, KeepsBlocks) else ()
         if not lookups:
             raise InvalidRequest(
                 "this instance has no connector that keeps KV; start it with --kv-transfer-config and a"
@@ -243,7 +243,7 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - the boundary between this step's requests and all others
             self.scheduler.fail_step(chunks, error)
             return StepResult({}, [])
-        report = self.scheduler.settled(chunks, result.report)
+        report = self.scheduler.fail_incomplete_loads(chunks, result.report)
         self._report += report
         return StepResult(result.sampled, report, result.failed)
 
@@ -252,12 +252,12 @@ class EngineCore:
         affect other requests."""
         report = self._report
         try:
-            self.scheduler.transferred(report)
+            self.scheduler.on_transferred(report)
         except Exception as error:
-            log.exception("a report of transfers could not be processed")
+            logger.exception("a report of transfers could not be processed")
             for event in report:
                 try:
-                    self.scheduler.transferred([event])
+                    self.scheduler.on_transferred([event])
                 except Exception:  # noqa: BLE001 - logged above, and this event's request ends
                     self.scheduler.fail(event.request_id, error)
         self._report = []
@@ -266,7 +266,7 @@ class EngineCore:
         """Handle an error that belongs to no request. The first one is only logged, since it may not recur; the next
         ones end all requests; after `max_failed_steps` consecutive ones, the engine ends."""
         self._num_failed_steps += 1
-        log.exception("a step failed outside of any request's part, %d in a row", self._num_failed_steps)
+        logger.exception("a step failed outside of any request's part, %d in a row", self._num_failed_steps)
         if self._num_failed_steps >= self.max_failed_steps:
             raise error
         if self._num_failed_steps > 1:
@@ -294,7 +294,7 @@ class EngineCore:
         connector = statistics_of(self.scheduler_side) | self.executor.statistics()
         return EngineSnapshot(
             scheduler=self.scheduler.statistics(),
-            external=self.scheduler.external.statistics(),
+            external_kv=self.scheduler.external_kv.statistics(),
             blocks=self.pool.statistics(),
             num_steps=self.num_steps,
             connector=connector,
@@ -333,7 +333,7 @@ class EngineCore:
             eos_token_ids=self.model.eos_token_ids,
             trained_context=self.model.trained_context,
             speculation=SpeculativeConfig.parse(config.speculative_config) if config.speculative_config else None,
-            fail_on_lost_hand_off=bool(self.transfer and self.transfer.kv_load_failure_policy == "fail"),
+            fail_on_load_failure=bool(self.transfer and self.transfer.kv_load_failure_policy == "fail"),
         )
 
     def _build_scheduler_side(self, transfer: KVTransferConfig, auth_token: str) -> SchedulerSide[StepPlan]:

@@ -24,7 +24,7 @@ class Engine(EngineCore):
         *,
         auth_token: str = "",
         clock: Clock | None = None,
-        on_progress: Progress = lambda what, share: None,
+        on_progress: Progress = lambda phase, share: None,
         ranks: RankOptions | None = None,
     ) -> None:
         """Load everything; may take long. Raises `ConfigError` or `UnsupportedModel`."""

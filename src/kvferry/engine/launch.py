@@ -24,7 +24,7 @@ from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.registrar import RegistrarConfig
 from kvferry.http.server.listen import authority
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class AsyncEngine(SteppedEngine):
@@ -51,7 +51,7 @@ class AsyncEngine(SteppedEngine):
         self.wake()
         await asyncio.to_thread(self._thread.join, self.join_s)
         if self._thread.is_alive():
-            log.error("a step of the engine does not end; the engine is left as it is")
+            logger.error("a step of the engine does not end; the engine is left as it is")
         else:
             self.engine.close()
 
@@ -88,7 +88,7 @@ def run_instance(
     transfer: KVTransferConfig | None,
     served_model_names: tuple[str, ...] = (),
     server: ServerConfig,
-    on_progress: Callable[[str, float], None] = lambda what, share: None,
+    on_progress: Callable[[str, float], None] = lambda phase, share: None,
     on_ready: Callable[[dict[str, Any]], None] = lambda ready: None,
     auth_token: str = "",
     registrar: RegistrarConfig | None = None,
@@ -111,9 +111,9 @@ def run_instance(
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
     override_model(loaded.model, template, engine.override_generation_config)
     _freeze()
-    with shutdown_deadline() as limit:
+    with shutdown_deadline() as deadline:
         return run_server(
-            limit.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar, limit, beside, page))
+            deadline.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar, deadline, beside, page))
         )
 
 
@@ -129,16 +129,16 @@ async def _serve(
     server: ServerConfig,
     on_ready: Callable[[dict[str, Any]], None],
     registrar: RegistrarConfig | None,
-    limit: ShutdownDeadline,
+    deadline: ShutdownDeadline,
     beside: Beside | None,
     page: MakePage | None,
 ) -> int:
-    about = engine_client.describe()
+    description = engine_client.describe()
     if registrar is not None:
-        registrar = replace(registrar, engine_id=about.engine_id)
+        registrar = replace(registrar, engine_id=description.engine_id)
 
     def listening(host: str, port: int) -> None:
-        on_ready({"url": f"{server.scheme}://{authority(host, port)}", **msgspec.to_builtins(about)})
+        on_ready({"url": f"{server.scheme}://{authority(host, port)}", **msgspec.to_builtins(description)})
 
     engine_client.start()
     try:
@@ -149,7 +149,7 @@ async def _serve(
         also = [] if beside is None else [asyncio.create_task(beside(engine_client))]
         await asyncio.wait([failed, serving, *also], return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
-            log.error("the engine failed; this instance ends")
+            logger.error("the engine failed; this instance ends")
         if not serving.done():
             serving.cancel()
         for task in (failed, *also):
@@ -160,5 +160,5 @@ async def _serve(
                 raise error
         return 0 if engine_client.healthy else 1
     finally:
-        limit.begin()
+        deadline.begin()
         await engine_client.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import abc
 from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
@@ -23,7 +23,7 @@ from kvferry.engine.scheduling.sequence import Sequence
 from kvferry.engine.scheduling.step import Chunk, SampledToken
 from kvferry.engine.structured.token_masks import NO_MASKS, Masks
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class StepInputs(msgspec.Struct, frozen=True, array_like=True):
@@ -158,7 +158,7 @@ def _single_tokens(inputs: StepInputs) -> Iterator[StepInputs]:
             yield StepInputs([next(ids)], [1], [end], [num_known], [table], [0])
 
 
-def lay_out(chunks: Rows[Chunk], logits_indices: list[int]) -> StepInputs:
+def lay_out(chunks: abc.Sequence[Chunk], logits_indices: list[int]) -> StepInputs:
     """The inputs of these chunks, with the logits indices from `choose_logit_rows`."""
     return StepInputs(
         [token for chunk in chunks for token in _tokens_of(chunk)],
@@ -203,7 +203,7 @@ def draw(
 
 def _draw_rows(
     logits: Tensor,
-    rows: Rows[tuple[int, Sequence]],
+    rows: abc.Sequence[tuple[int, Sequence]],
     eos_token_ids: frozenset[int],
     permitted: Mapping[str, Bits],
     drawn: SamplerOutput,
@@ -219,14 +219,14 @@ def _draw_rows(
         if len(rows) == 1:
             drawn.failed[drawing[0].request_id] = error
             return
-        log.exception("tokens of %d requests could not be sampled together; sampling them one by one", len(rows))
+        logger.exception("tokens of %d requests could not be sampled together; sampling them one by one", len(rows))
         for row in rows:
             _draw_rows(logits, [row], eos_token_ids, permitted, drawn)
     else:
         drawn.sampled |= {sequence.request_id: [token] for sequence, token in zip(drawing, tokens, strict=True)}
 
 
-def choose_logit_rows(chunks: Rows[Chunk]) -> LogitRows:
+def choose_logit_rows(chunks: abc.Sequence[Chunk]) -> LogitRows:
     """Choose the last token of each chunk that samples, its draft, and all tokens of prompts with log-probabilities.
 
     Empties the list of a prompt's log-probabilities when the prompt begins (again).

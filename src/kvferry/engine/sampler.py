@@ -10,8 +10,8 @@ accepts, each of temperature, min_p, top_k and top_p leaves the most likely toke
 from __future__ import annotations
 
 import logging
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Rows
 from typing import cast
 
 import torch
@@ -25,7 +25,7 @@ from kvferry.engine.ops.most_likely import Bits, exclusions, most_likely_permitt
 from kvferry.engine.scheduling.sequence import Sequence
 from kvferry.engine.scheduling.step import SampledToken
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 NOT_CONSTRAINED: Mapping[str, Bits] = {}
 MIN_TEMPERATURE = 1e-300
@@ -35,7 +35,7 @@ infinitely far apart long before."""
 
 def sample(
     logits: Tensor,
-    sequences: Rows[Sequence],
+    sequences: abc.Sequence[Sequence],
     eos_token_ids: frozenset[int],
     permitted: Mapping[str, Bits] = NOT_CONSTRAINED,
 ) -> list[SampledToken]:
@@ -71,7 +71,7 @@ def sample(
 
 
 def verify(
-    logits: Tensor, sequence: Sequence, first: SampledToken, draft: Rows[int], eos_token_ids: frozenset[int]
+    logits: Tensor, sequence: Sequence, first: SampledToken, draft: abc.Sequence[int], eos_token_ids: frozenset[int]
 ) -> list[SampledToken]:
     """The tokens after `first`, as far as they can be drawn: each one needs the logits after the token before it, and
     those are of the draft. logits [len(draft), vocab]: after each token of the draft. Never raises: what cannot be
@@ -92,7 +92,7 @@ def verify(
             masks = NOT_CONSTRAINED if permitted is None else {sequence.request_id: permitted}
             tokens += sample(row.unsqueeze(0), [sequence], eos_token_ids, masks)
     except Exception:
-        log.debug("a draft of request %s is verified in part", sequence.request_id, exc_info=True)
+        logger.debug("a draft of request %s is verified in part", sequence.request_id, exc_info=True)
     finally:
         del sequence.tokens[num_known:]
     return tokens[1:]
@@ -143,7 +143,7 @@ def require_finite(logits: Tensor) -> None:
 def _adjust_rows(
     logits: Tensor,
     rows: list[int],
-    sequences: Rows[Sequence],
+    sequences: abc.Sequence[Sequence],
     eos_token_ids: frozenset[int],
     permitted: Mapping[str, Bits],
 ) -> Tensor:
@@ -165,7 +165,7 @@ def _sampled_logprobs(logits: Tensor, token_id: int, sampling: SamplingParams) -
 
 
 def token_logprobs(
-    logits: Tensor, token_id: int, num_top: int | None, token_ids: Rows[int] = ()
+    logits: Tensor, token_id: int, num_top: int | None, token_ids: abc.Sequence[int] = ()
 ) -> TokenLogprobs | None:
     """The log-probabilities of one position, with the `num_top` most likely tokens (None: no log-probabilities);
     logits [vocab]. `token_ids`: the tokens to return after the position's own, instead of the most likely ones. Raises
@@ -253,14 +253,14 @@ def _without_banned(permitted: Bits, sequence: Sequence, eos_token_ids: frozense
     return others if others.max() else permitted
 
 
-def completions_of(bad_words: Rows[tuple[int, ...]], sequence: Sequence) -> list[int]:
+def completions_of(bad_words: abc.Sequence[tuple[int, ...]], sequence: Sequence) -> list[int]:
     """The tokens that would complete one of the token sequences in the answer."""
     tokens, first = sequence.tokens, sequence.num_prompt_tokens
     begins = ((word, len(tokens) - len(word) + 1) for word in bad_words)
     return [word[-1] for word, begin in begins if begin >= first and tuple(tokens[begin:]) == word[:-1]]
 
 
-def _draw(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
+def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
     """Sample tokens [R] from logits [R, vocab]."""
     settings = [sequence.request.sampling for sequence in sequences]
     # Relative to the largest and in float64: only logits of tokens without a chance overflow, to minus infinity.
@@ -274,7 +274,7 @@ def _draw(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
     return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
 
 
-def keep_likely(logits: Tensor, settings: Rows[SamplingParams]) -> Tensor:
+def keep_likely(logits: Tensor, settings: abc.Sequence[SamplingParams]) -> Tensor:
     """Logits [R, vocab] with all tokens that min_p, top_k or top_p of their row exclude at minus infinity."""
     if any(setting.min_p > 0 for setting in settings):
         floors = _column([setting.min_p for setting in settings], logits)
@@ -295,5 +295,5 @@ def keep_likely(logits: Tensor, settings: Rows[SamplingParams]) -> Tensor:
     return torch.full_like(logits, float("-inf")).scatter(1, ids, ordered)
 
 
-def _column(values: Rows[float], like: Tensor) -> Tensor:
+def _column(values: abc.Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)

@@ -16,7 +16,7 @@ class EngineSnapshot:
     metrics."""
 
     scheduler: SchedulerStatistics = field(default_factory=SchedulerStatistics)
-    external: ExternalKVStatistics = field(default_factory=ExternalKVStatistics)
+    external_kv: ExternalKVStatistics = field(default_factory=ExternalKVStatistics)
     blocks: BlockPoolStatistics = field(default_factory=BlockPoolStatistics)
     num_steps: int = counter("kvferry:engine_steps", "Steps in which the engine has computed something.")
     connector: dict[str, float] = field(default_factory=dict)
@@ -26,9 +26,9 @@ class EngineSnapshot:
     @computed_gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled, or for their KV.")
     def num_requests_waiting(self) -> int:
         """Number of requests that wait to be scheduled or for their KV, as vLLM counts them."""
-        return self.scheduler.num_waiting + self.external.num_loading
+        return self.scheduler.num_waiting + self.external_kv.num_loading
 
     @computed_gauge("vllm:num_requests_waiting_by_reason", "Requests that wait, by reason.", label="reason")
     def num_waiting_by_reason(self) -> dict[str, int]:
         """Number of waiting requests by reason. `capacity`: they wait to be scheduled; `deferred`: for their KV."""
-        return {"capacity": self.scheduler.num_waiting, "deferred": self.external.num_loading}
+        return {"capacity": self.scheduler.num_waiting, "deferred": self.external_kv.num_loading}

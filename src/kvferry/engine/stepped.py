@@ -21,13 +21,13 @@ from kvferry.core.messages.hand_off import HandOff, Produce
 from kvferry.core.messages.instance_facts import EventsAddress, InstanceFacts, TicketKinds
 from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
-from kvferry.core.runtime.tasks import Waiter
+from kvferry.core.runtime.tasks import WakeUp
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.core import EngineCore
 from kvferry.engine.statistics import EngineSnapshot
 from kvferry.engine.structured.library import can_constrain
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 _ROLES: dict[str, Literal["prefill", "decode", "both"]] = {
@@ -165,14 +165,14 @@ class SteppedEngine(ABC):
             transfer_id = hand_off.transfer_id
             self._run_between_steps(lambda: self.engine.prefill_refused(transfer_id))
 
-    async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
+    async def stored_blocks(self, request: Request, *, pin: bool | None) -> KeptBlocks:
         """The blocks of a prompt in the connector's store; `pin` True: pin them; False: unpin them; None: change
         nothing. Raises `InvalidRequest`."""
         hashes = await asyncio.to_thread(self.engine.scheduler.prompt_block_hashes, request)
         # Pending writes come first: if there are none, the look-up after it is complete.
         figures = (await self.statistics()).connector
         waiting = sum(value for name, value in figures.items() if name.endswith(PENDING_WRITE_GAUGES))
-        lookups = await self._call_engine(lambda: self.engine.kept(hashes, pin=pin))
+        lookups = await self._call_engine(lambda: self.engine.stored_blocks(hashes, pin=pin))
         try:
             tiers = [share for lookup in lookups for share in await asyncio.wrap_future(lookup)]
         except StoreError as error:
@@ -246,7 +246,7 @@ class SteppedEngine(ABC):
         return self.poll_s if self.engine.idle else 0.0
 
     def _on_failure(self, failure: BaseException) -> None:
-        log.error("the engine failed", exc_info=failure)
+        logger.error("the engine failed", exc_info=failure)
         self._failure = failure
         self._call_loop(self._failed.set)
 
@@ -285,7 +285,7 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self._outputs: deque[EngineOutput] = deque()
-        self._waiter = Waiter()
+        self._waiter = WakeUp()
 
     def put(self, output: EngineOutput) -> None:
         """Queue an output; never waits."""
@@ -306,7 +306,7 @@ _SEQUENCE = re.compile(r"(-[0-9]+)?(-[0-9a-f]{8})?")
 def _names(request_id: str, name: str) -> bool:
     """True if a client's id, or an answer's, is the one of the engine's request `name`, or of its first sequence's."""
     names = [prefix + request_id for prefix in ("", "cmpl-", "chatcmpl-")]
-    return any(name.startswith(own) and _SEQUENCE.fullmatch(name, len(own)) for own in names)
+    return any(name.startswith(request_name) and _SEQUENCE.fullmatch(name, len(request_name)) for request_name in names)
 
 
 def void(call: Callable[[], object]) -> None:
@@ -316,7 +316,7 @@ def void(call: Callable[[], object]) -> None:
     except KvferryError:
         pass
     except Exception:  # the error is for this caller; other callers share the engine's thread
-        log.exception("a call of the engine failed")
+        logger.exception("a call of the engine failed")
 
 
 def _resolve(future: Future[Answer], call: Callable[[], Answer]) -> None:

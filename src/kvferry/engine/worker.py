@@ -34,7 +34,7 @@ from kvferry.engine.model.loader import LoadedModel, Progress, load_model
 from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model_runner import ModelRunner, StepInputs, TokenByToken
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -74,7 +74,7 @@ class Worker:
         if self.model.dtype == "float32":
             return ""
         if self._config.mix_kernels:
-            log.info(
+            logger.info(
                 "--mix-kernels: in %s, answers of a hand-off, or from a store, may differ from one instance's",
                 self.model.dtype,
             )
@@ -195,7 +195,7 @@ class Worker:
             raise
         except Exception as error:  # the next call reports the same
             self._num_failed_polls += 1
-            log.exception("the connector could not report its transfers")
+            logger.exception("the connector could not report its transfers")
             if self._num_failed_polls >= self.max_failed_polls:
                 raise ConnectorLost(f"the connector cannot report its transfers: {error!r}") from error
             return []

@@ -29,8 +29,8 @@ class Display(Protocol):
     def starting(self, names: Sequence[str]) -> None:
         """Called when these processes are being started."""
 
-    def progress(self, name: str, what: str, fraction: float) -> None:
-        """A process has done `fraction` (0 to 1) of its start, and is now doing `what`."""
+    def progress(self, name: str, phase: str, fraction: float) -> None:
+        """A process has done `fraction` (0 to 1) of its start, and is now doing `phase`."""
 
     def ready(self, name: str, url: str) -> None:
         """A process serves at `url`."""
@@ -76,10 +76,10 @@ class PlainDisplay:
     def starting(self, names: Sequence[str]) -> None:
         self.note(f"starting {', '.join(names)}")
 
-    def progress(self, name: str, what: str, fraction: float) -> None:
-        if self._last.get(name) != what:
-            self._last[name] = what
-            self.line(name, f"{what} ({fraction:.0%})")
+    def progress(self, name: str, phase: str, fraction: float) -> None:
+        if self._last.get(name) != phase:
+            self._last[name] = phase
+            self.line(name, f"{phase} ({fraction:.0%})")
 
     def ready(self, name: str, url: str) -> None:
         self.line(name, f"ready at {url}")
@@ -129,8 +129,8 @@ class ReportingDisplay(PlainDisplay):
         super().__init__()
         self._writer = writer
 
-    def progress(self, name: str, what: str, fraction: float) -> None:
-        self._writer.progress(what, fraction)
+    def progress(self, name: str, phase: str, fraction: float) -> None:
+        self._writer.progress(phase, fraction)
 
     def up(self, url: str) -> None:
         self._writer.ready({"url": url})
@@ -161,9 +161,9 @@ class BarDisplay:
         for name in names:
             self._tasks[name] = self._bars.add_task("starting", total=1.0, name=name)
 
-    def progress(self, name: str, what: str, fraction: float) -> None:
+    def progress(self, name: str, phase: str, fraction: float) -> None:
         if self._bars is not None and name in self._tasks:
-            self._bars.update(self._tasks[name], description=what, completed=min(fraction, 0.99))
+            self._bars.update(self._tasks[name], description=phase, completed=min(fraction, 0.99))
 
     def ready(self, name: str, url: str) -> None:
         if self._bars is None:  # restarted

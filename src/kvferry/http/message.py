@@ -16,13 +16,13 @@ from kvferry.http.headers import RawHeaders
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
-def concat(buffer: bytes | bytearray, piece: bytes) -> bytes | bytearray:
-    """Append a piece to a buffer. A single piece, as most bodies are, is not copied."""
+def concat(buffer: bytes | bytearray, data: bytes) -> bytes | bytearray:
+    """Append bytes to a buffer. To an empty buffer, as for most bodies, they are not copied."""
     if not buffer:
-        return piece
+        return data
     if isinstance(buffer, bytes):
         buffer = bytearray(buffer)
-    buffer += piece
+    buffer += data
     return buffer
 
 
@@ -39,7 +39,7 @@ class MessageParser:
         """The first value of each header."""
         self.in_head = False
         self.num_overhead = 0
-        """Bytes received since the last head, piece of a body, or end of a message."""
+        """Bytes received since the last head, bytes of a body, or end of a message."""
         self._replaying = False
         self._in_chunk = self.between_chunks = False
         """`between_chunks`: a chunk would begin with the next byte."""

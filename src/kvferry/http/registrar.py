@@ -88,11 +88,11 @@ def make_registrar(
     """The registrar for these flags; None if no router is named. Each item may name several routers, separated by
     commas. An instance that does both phases registers for decode, since decode instances can do both. Raises
     `ConfigError`."""
-    named = tuple(name.strip() for item in routers for name in item.split(",") if name.strip())
-    if not named:
+    urls = tuple(name.strip() for item in routers for name in item.split(",") if name.strip())
+    if not urls:
         return None
     return RegistrarConfig(
-        routers=named,
+        routers=urls,
         role="prefill" if role == "prefill" else "decode",
         secret=shared_token("--register"),
         scheme=scheme,
@@ -134,11 +134,11 @@ class Registrar:
         finally:
             self._done.set()
 
-    async def leave(self, within_s: float) -> bool:
+    async def leave(self, timeout_s: float) -> bool:
         """Drain and deregister: routers send no more requests; wait until they report that no request is running, or
-        are gone. Returns False if that takes longer than `within_s`; the instance deregisters nevertheless."""
+        are gone. Returns False if that takes longer than `timeout_s`; the instance deregisters nevertheless."""
         self._change("draining")
-        if await self._done_within(within_s):
+        if await self._done_within(timeout_s):
             return True
         self._change("gone")
         await self._done_within(self.deregister_s)
@@ -181,8 +181,8 @@ class Registrar:
     async def _register(self, client: SignedClient, router: _Router, state: State) -> Registered:
         config = self._config
         url = config.url or await self._url_for(router)
-        if why := await client.rejection_reason(router.origin, _REQUEST_TIMEOUT_S):
-            raise AuthenticationFailed(f"nothing is sent to it: {why}")
+        if reason := await client.rejection_reason(router.origin, _REQUEST_TIMEOUT_S):
+            raise AuthenticationFailed(f"nothing is sent to it: {reason}")
         announcement = Announcement(
             process=self._process,
             url=url,

@@ -26,7 +26,7 @@ from kvferry.http.client.call import Call
 from kvferry.http.client.connection import ClientConnection
 from kvferry.http.server.response import Response
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("relay.cpp")
 _FLAGS = ("-std=c++17", "-O2")
@@ -78,7 +78,7 @@ async def relay(call: Call, response: Response, reader: Reader) -> None:
     call.set_sink(write)
     response.writer.set_producer(call)
     try:
-        if isinstance(call.relays, Relays):
+        if isinstance(call.relays, StreamForwarder):
             stream = call.relays.add(call, response, reader)
         while not call.is_over:
             await call.changed()
@@ -106,7 +106,7 @@ class _Pattern(ctypes.Structure):
     )
 
 
-class _Relay(ctypes.Structure):
+class _StreamState(ctypes.Structure):
     _fields_ = (
         ("pattern", ctypes.POINTER(_Pattern)),
         ("source", ctypes.c_int32),
@@ -132,7 +132,7 @@ def library() -> ctypes.PyDLL | None:
         compiled_library.relay_step.argtypes = [ctypes.c_void_p]
     except (NotCompiled, OSError, AttributeError) as error:  # AttributeError: another library, or a damaged one
         if str(error):
-            log.warning("streams are passed on by Python, which takes 1.5 times the processor time: %s", error)
+            logger.warning("streams are passed on by Python, which takes 1.5 times the processor time: %s", error)
         return None
     return compiled_library
 
@@ -150,7 +150,7 @@ def _compile_in_background() -> asyncio.Future[ctypes.PyDLL | None]:
     return future
 
 
-class Relays:
+class StreamForwarder:
     """The streams of an event loop that compiled code forwards. An asynchronous context manager. The code is compiled
     in the background if necessary; until then, Python forwards the streams."""
 
@@ -186,7 +186,7 @@ class Relays:
         try:
             self._epoll = select.epoll()
         except OSError as error:
-            log.warning("streams are passed on by Python, which takes 1.5 times the processor time: %s", error)
+            logger.warning("streams are passed on by Python, which takes 1.5 times the processor time: %s", error)
             return
         self.step = library.relay_step
         asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._run)
@@ -223,7 +223,9 @@ class Relays:
         source_fd, target_fd = _plain_fd(connection.transport), _plain_fd(target)
         if min(source_fd, target_fd) < 0 or response.framing != "chunked" or response.ended:
             return None
-        stream = _Stream(self, _Relay(source=source_fd, target=target_fd), connection, call, target, response, reader)
+        stream = _Stream(
+            self, _StreamState(source=source_fd, target=target_fd), connection, call, target, response, reader
+        )
         return stream if stream.start() else None
 
     def watch(self, stream: _Stream, fd: int) -> bool:
@@ -267,8 +269,8 @@ class _Stream:
 
     def __init__(
         self,
-        relays: Relays,
-        state: _Relay,
+        relays: StreamForwarder,
+        state: _StreamState,
         connection: ClientConnection,
         call: Call,
         target: asyncio.Transport,
@@ -330,12 +332,12 @@ class _Stream:
         captured = self._sync()
         if unsent:
             self._response.writer.write(unsent)
-        self._forward_captured(captured)
+        self._report_captured(captured)
         if unread and not self._stopped:
             try:
                 self._connection.data_received(unread)
             except Exception as error:
-                log.exception("a stream cannot be read")
+                logger.exception("a stream cannot be read")
                 self._fail(error)
         if state.ended:
             self.stop()
@@ -348,17 +350,17 @@ class _Stream:
         if not state.received:
             return b""
         self._call.num_received += state.received
-        self._response.forwarded(state.sent, ctypes.string_at(self._address + _Relay.last.offset, 4))
-        captured = ctypes.string_at(self._address + _Relay.kept.offset, state.kept_bytes)
+        self._response.forwarded(state.sent, ctypes.string_at(self._address + _StreamState.last.offset, 4))
+        captured = ctypes.string_at(self._address + _StreamState.kept.offset, state.kept_bytes)
         state.received = state.sent = state.kept_bytes = 0
         return captured
 
-    def _forward_captured(self, captured: bytes) -> None:
+    def _report_captured(self, captured: bytes) -> None:
         try:
             if captured:
                 self._reader.on_forwarded(captured)
         except Exception as error:
-            log.exception("a stream cannot be read")
+            logger.exception("a stream cannot be read")
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -375,7 +377,7 @@ class _Stream:
         captured = self._sync()
         self._relays.unwatch(self, self._state.source)
         self._call.set_bypass(None)
-        self._forward_captured(captured)
+        self._report_captured(captured)
         if not (self._call.paused or self._source.is_closing()):
             self._source.resume_reading()
 

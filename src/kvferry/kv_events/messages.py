@@ -17,12 +17,12 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 DEVICE = "GPU"
 """vLLM's name for the memory that the model computes from, whatever it is."""
 
-BlockName = int | bytes
+ExternalBlockHash = int | bytes
 """The hash by which an instance names a block (`ExternalBlockHash` in vLLM)."""
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
-_Names = Annotated[list[BlockName], msgspec.Meta(max_length=2**20)]
+_Names = Annotated[list[ExternalBlockHash], msgspec.Meta(max_length=2**20)]
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
@@ -30,7 +30,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     other inputs of their hashes."""
 
     block_hashes: _Names
-    parent_block_hash: BlockName | None
+    parent_block_hash: ExternalBlockHash | None
     token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=2**24)]
     block_size: Annotated[int, msgspec.Meta(ge=1, lt=2**24)]
     lora_id: int | None = None

@@ -48,7 +48,7 @@ class KVEventPublisher:
     byte; kvferry's own followers subscribe to the empty topic."""
     max_frame_bytes = 256
     """Longest frame that is received: a replay request has 8 bytes, a subscription the beginning of a topic."""
-    end_s = 2.0
+    close_timeout_s = 2.0
 
     def __init__(self, endpoint: str, replay_endpoint: str | None, clock: Clock, *, max_history: int = 10_000) -> None:
         """Raises `ConfigError` if an address cannot be bound, `MissingDependency` without ZeroMQ."""
@@ -96,7 +96,7 @@ class KVEventPublisher:
     def close(self) -> None:
         """End the thread and both sockets."""
         self._closing.set()
-        self._thread.join(self.end_s)
+        self._thread.join(self.close_timeout_s)
         if not self._thread.is_alive():  # a live thread still uses the sockets
             self._context.destroy(linger=0)
 

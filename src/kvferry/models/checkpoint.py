@@ -248,13 +248,13 @@ class DigestReader:
         return [(name, digests[state]) for name, state in sorted(states.items())]
 
     def _read_all(self, states: Sequence[FileState], on_progress: ReadProgress) -> list[str]:
-        counted: list[int] = []
+        chunk_sizes: list[int] = []
         num_bytes = sum(state.size for state in states)
         with ThreadPool(NUM_THREADS, name="kvferry-digest") as pool:
-            reads = [pool.submit(self.digest, Path(state.path), counted.append) for state in states]
+            reads = [pool.submit(self.digest, Path(state.path), chunk_sizes.append) for state in states]
             timeout_s = self.first_report_s
             while wait(reads, timeout_s).not_done:
-                on_progress(sum(counted), num_bytes)
+                on_progress(sum(chunk_sizes), num_bytes)
                 timeout_s = self.report_interval_s
             return [read.result() for read in reads]
 

@@ -26,7 +26,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.folders.cache_dirs import user_cache_dirs
 from kvferry.core.settings import environment
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 120.0
 """Max seconds to wait for another process that reads the same files, such as another rank of the instance."""
@@ -67,7 +67,7 @@ class FileState(NamedTuple):
         return min(max(limit_s - age_s, 0.0), limit_s)
 
     def sample(self) -> str:
-        """A digest of evenly spaced pieces of the file, including its beginning and its end. Raises `OSError`."""
+        """A digest of evenly spaced parts of the file, including its beginning and its end. Raises `OSError`."""
         hasher, last = xxhash.xxh3_128(), max(self.size - SAMPLE_BYTES, 0)
         with Path(self.path).open("rb", buffering=0) as file:
             for offset in sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)}):
@@ -132,7 +132,7 @@ class DigestCache:
         try:
             _write(self._path, msgspec.json.encode(dict(list(everything.items())[-self._max_files :])))
         except OSError as error:
-            log.info("digests of the checkpoint's files are not kept for the next start: %s", error)
+            logger.info("digests of the checkpoint's files are not kept for the next start: %s", error)
 
 
 def _cache_path() -> Path | None:
@@ -150,7 +150,7 @@ def _cache_path() -> Path | None:
 
 def _log_once(level: int, message: str) -> None:
     """Log a problem of the cache, at level debug if a supervisor has already logged it."""
-    log.log(logging.DEBUG if os.environ.get(environment.INSTANCE_NAME) else level, message)
+    logger.log(logging.DEBUG if os.environ.get(environment.INSTANCE_NAME) else level, message)
 
 
 def _write(path: Path, content: bytes) -> None:

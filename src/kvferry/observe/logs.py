@@ -120,12 +120,12 @@ class JsonFormatter(logging.Formatter):
         self._instance = instance
 
     def format(self, record: logging.LogRecord) -> str:
-        more: dict[str, Any] = {"logger": record.name, **getattr(record, "fields", {})}
+        fields: dict[str, Any] = {"logger": record.name, **getattr(record, "fields", {})}
         if request := _request_of(record):
-            more["request_id"] = request
+            fields["request_id"] = request
         if record.exc_info:
-            more["exception"] = self.formatException(record.exc_info)
-        return json_line(self._instance, record.getMessage(), record.levelname.lower(), record.created, **more)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json_line(self._instance, record.getMessage(), record.levelname.lower(), record.created, **fields)
 
 
 def _request_of(record: logging.LogRecord) -> str:

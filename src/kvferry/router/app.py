@@ -88,8 +88,8 @@ class Router:
     async def show_health(self, request: HttpRequest, response: Response) -> None:
         """GET /health: 200 if a decode instance was alive at the last check, 503 otherwise."""
         pools = self.services.pools
-        counts = {"prefill": pools.prefill.num_alive, "decode": pools.decode.num_alive}
-        status, code = ("ok", 200) if pools.decode.num_alive else ("unavailable", 503)
+        counts = {"prefill": pools.prefill.num_usable, "decode": pools.decode.num_usable}
+        status, code = ("ok", 200) if pools.decode.num_usable else ("unavailable", 503)
         response.send_json(msgspec.json.encode(RouterHealth(status, counts)), code)
 
     async def show_metrics(self, request: HttpRequest, response: Response) -> None:
@@ -99,7 +99,7 @@ class Router:
 
     def metrics_text(self) -> bytes:
         """The router's own metrics, in Prometheus' text format."""
-        pools, chooser, plan = self.services.pools, self.services.chooser, self.services.pools.shared_plan.plan
+        pools, chooser, plan = self.services.pools, self.services.chooser, self.services.pools.fleet_plan.plan
         return self.services.metrics.expose(
             pools,
             threshold=chooser.threshold.tokens,
@@ -140,7 +140,7 @@ class Router:
         """GET /kvferry/plan: the desired instances of the fleet's controller, and its last decisions; {}: no
         controller."""
         self.membership.refresh()
-        response.send_json(self.services.pools.shared_plan.text.encode() or b"{}")
+        response.send_json(self.services.pools.fleet_plan.text.encode() or b"{}")
 
     async def show_api(self, request: HttpRequest, response: Response) -> None:
         """GET /openapi.json: the API of kvferry's engine, as available through this router; vLLM's servers describe

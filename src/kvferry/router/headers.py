@@ -56,16 +56,16 @@ def content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     return None if value is None else value.partition(b";")[0].strip().lower()
 
 
-def for_instance(headers: RawHeaders, own: RawHeaders) -> RawHeaders:
+def for_instance(headers: RawHeaders, added_headers: RawHeaders) -> RawHeaders:
     """A client's headers as an instance gets them: end-to-end headers unchanged, then the router's own, which replace
     headers of the same name."""
-    dropped, own_names = _dropped_headers(headers, _NOT_FOR_INSTANCES), dict(own)
+    dropped, own_names = _dropped_headers(headers, _NOT_FOR_INSTANCES), dict(added_headers)
     forwarded = [
         header
         for header in headers
         if not (header[0] in dropped or header[0] in own_names or header[0].startswith(_DROPPED_PREFIXES))
     ]
-    return forwarded + own
+    return forwarded + added_headers
 
 
 class LegHeaders:
@@ -81,18 +81,20 @@ class LegHeaders:
             lines = [header for header in lines if header[0] not in _LEG_HEADERS]
         self._lines = header_lines(lines)
 
-    def with_extra(self, own: RawHeaders) -> bytes:
+    def with_extra(self, added_headers: RawHeaders) -> bytes:
         """The lines of a leg with extra headers, which are in `_LEG_HEADERS` or must not come from clients."""
         if not self._replaceable:
-            return self._lines + _own_lines(*own) if own else self._lines
-        own_names = dict(own)
-        return self._lines + header_lines([header for header in self._replaceable if header[0] not in own_names] + own)
+            return self._lines + _own_lines(*added_headers) if added_headers else self._lines
+        own_names = dict(added_headers)
+        return self._lines + header_lines(
+            [header for header in self._replaceable if header[0] not in own_names] + added_headers
+        )
 
 
 @lru_cache(64)
-def _own_lines(*own: tuple[bytes, bytes]) -> bytes:
+def _own_lines(*headers: tuple[bytes, bytes]) -> bytes:
     """These headers as bytes; cached, as most legs have the same few."""
-    return header_lines(list(own))
+    return header_lines(list(headers))
 
 
 def for_client(headers: RawHeaders, *, with_length: bool = True) -> RawHeaders:
@@ -105,5 +107,5 @@ def _dropped_headers(headers: RawHeaders, always: frozenset[bytes]) -> frozenset
     """`always`, and the names that the message's `Connection` header lists (RFC 9110, 7.6.1)."""
     if b"connection" not in dict(headers):
         return always
-    named = [value for name, value in headers if name == b"connection"]
-    return always.union(token.strip().lower() for value in named for token in value.split(b","))
+    connection_values = [value for name, value in headers if name == b"connection"]
+    return always.union(token.strip().lower() for value in connection_values for token in value.split(b","))

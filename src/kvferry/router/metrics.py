@@ -116,8 +116,8 @@ class Metrics:
         desired: Mapping[str, int] | None = None,
     ) -> bytes:
         """All metrics in Prometheus' text format; metrics by instance only for the current `instances`. `threshold` and
-        `num_index_entries`: current values of the choice; `desired`: number of instances by role in the plan of the
-        fleet's controller."""
+        `num_index_entries`: current values of the choice; `desired`: desired number of instances by role, in the plan
+        of the fleet's controller."""
         current = list(instances)
         self.keep_only(current)
         collectors: list[Collector] = [
@@ -132,7 +132,7 @@ class Metrics:
             ),
             _gauge(
                 "kvferry_fleet_desired_instances",
-                "Instances that the controller of the fleet wants, by role.",
+                "Desired number of instances by role, of the controller of the fleet.",
                 {(role,): number for role, number in (desired or {}).items()},
                 "role",
             ),

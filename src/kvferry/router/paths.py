@@ -57,12 +57,12 @@ class PublicPath:
 class PublicPaths:
     """The paths whose requests are forwarded to instances."""
 
-    def __init__(self, more: Iterable[str] = ()) -> None:
-        """`more` are `--forward-path`s, as `parse_path` reads them. Raises `ConfigError`."""
+    def __init__(self, extra_paths: Iterable[str] = ()) -> None:
+        """`extra_paths` are `--forward-path`s, as `parse_path` reads them. Raises `ConfigError`."""
         paths = {path: PublicPath(frozenset({"POST"})) for path in JSON_PATHS}
         paths |= {path: PublicPath(frozenset({"POST"}), takes_forms=True) for path in FORM_PATHS}
         paths |= {path: PublicPath(frozenset({"GET", "HEAD"})) for path in READ_PATHS}
-        for method, path in map(parse_path, more):
+        for method, path in map(parse_path, extra_paths):
             methods = paths[path].methods if path in paths else frozenset[str]()
             paths[path] = PublicPath(methods | {method}, takes_forms=path not in JSON_PATHS)
         self._exact: Mapping[str, PublicPath] = MappingProxyType(
@@ -108,10 +108,10 @@ def _is_path(path: str) -> bool:
     return path.startswith("/") and len(path) > 1 and _is_plain(path[1:].removesuffix("/*"))
 
 
-def _is_plain(rest: str) -> bool:
+def _is_plain(subpath: str) -> bool:
     """True if every server reads this part of a path alike. It has no empty segment, no `.` or `..`, no control
     character, space, `\\`, `?` or `#`, not even percent-encoded, and is not encoded twice."""
-    decoded = unquote_to_bytes(rest)
+    decoded = unquote_to_bytes(subpath)
     if any(byte < 33 or byte in b"\x7f\\?#" for byte in decoded) or b"%" in decoded:
         return False
     return all(segment not in (b"", b".", b"..") for segment in decoded.split(b"/"))

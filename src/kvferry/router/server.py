@@ -48,8 +48,8 @@ def run_router(
     configured instances are not enough for a router.
     """
     http = msgspec.structs.replace(http, max_body_bytes=config.max_body_bytes)
-    with shutdown_deadline() as limit:
-        return run_server(limit.run(_serve(config, http, access, group, page, on_ready, limit)))
+    with shutdown_deadline() as deadline:
+        return run_server(deadline.run(_serve(config, http, access, group, page, on_ready, deadline)))
 
 
 def freeze_garbage_collector() -> None:
@@ -67,7 +67,7 @@ async def _serve(
     group: Path | None,
     page: MakePage | None,
     on_ready: Callable[[dict[str, Any]], None],
-    limit: ShutdownDeadline,
+    deadline: ShutdownDeadline,
 ) -> int:
     state = SharedState(group)
     http = msgspec.structs.replace(http, name=state.fact("name", http.name))
@@ -76,7 +76,7 @@ async def _serve(
     siblings, ready_fields, listening = SiblingRouters(router, state), dict[str, Any](), asyncio.Event()
     page_routes = page(router, siblings) if page is not None and config.page else []
     server = HttpServer(siblings.routes(page_routes), http, Lifecycle("router"), router.guard)
-    own = HttpServer(siblings.own_routes(), HttpConfig(port=0), Lifecycle("router"), router.guard)
+    own_server = HttpServer(siblings.own_routes(), HttpConfig(port=0), Lifecycle("router"), router.guard)
 
     def serving(host: str, port: int) -> None:
         if group is not None:
@@ -92,15 +92,15 @@ async def _serve(
         async with router.running() as tasks, siblings:
             background = []
             if group is not None:
-                background.append(tasks.create_task(own.run(reachable)))
+                background.append(tasks.create_task(own_server.run(reachable)))
                 await listening.wait()
             await router.health.probe_all()
             await server.run(serving)
             state.leave()
             await server.within_grace(router.leave())
-            own.abort()
+            own_server.abort()
             await asyncio.gather(*background)
-            limit.begin()
+            deadline.begin()
     state.close()
     return 0
 

@@ -101,10 +101,10 @@ class SiblingRouters:
 
     async def decisions(self, limit: int) -> list[dict[str, Any]]:
         """The records of the last requests of all routers, the newest first."""
-        own = self._router.services.chooser.decisions.encode(limit)
+        own_decisions = self._router.services.chooser.decisions.encode(limit)
         decisions = [
             decision
-            for text in (own, *await self._fetch_all(f"{DECISIONS_PATH}?limit={limit}"))
+            for text in (own_decisions, *await self._fetch_all(f"{DECISIONS_PATH}?limit={limit}"))
             for decision in json.loads(text)["decisions"]
         ]
         decisions.sort(key=lambda decision: decision["timings"].get("routed") or 0.0, reverse=True)
@@ -118,8 +118,8 @@ class SiblingRouters:
     async def traffic(self, seconds: float, limit: int = MAX_OBSERVED) -> TrafficReport:
         """The requests of all routers in the last `seconds`, at most `limit`, the oldest first."""
         services = self._router.services
-        own = services.chooser.traffic.encode(services.clock.wall(), seconds, limit)
-        texts = [own, *await self._fetch_all(f"{TRAFFIC_PATH}?seconds={int(seconds)}&limit={limit}")]
+        own_traffic = services.chooser.traffic.encode(services.clock.wall(), seconds, limit)
+        texts = [own_traffic, *await self._fetch_all(f"{TRAFFIC_PATH}?seconds={int(seconds)}&limit={limit}")]
         reports = [msgspec.json.decode(text, type=TrafficReport) for text in texts]
         requests = sorted(
             (request for report in reports for request in report.requests), key=lambda request: request.arrived

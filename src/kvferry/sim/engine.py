@@ -431,8 +431,10 @@ class SimEngine(SteppedEngine):
             chunks = next(stepping)
             while True:
                 if chunks and self._process.simulation.is_logging:
-                    about = " ".join(f"{chunk.sequence.order}:{chunk.start}+{chunk.num_tokens}" for chunk in chunks)
-                    self._process.simulation.note(f"{self._process.name} computes {about}")
+                    chunk_texts = " ".join(
+                        f"{chunk.sequence.order}:{chunk.start}+{chunk.num_tokens}" for chunk in chunks
+                    )
+                    self._process.simulation.note(f"{self._process.name} computes {chunk_texts}")
                 try:
                     result = await self._executor.run(chunks, self.engine.plans)
                 except Exception as error:  # noqa: BLE001 - the boundary between scheduling and the ranks
@@ -472,7 +474,7 @@ class SimEngine(SteppedEngine):
 
     def _seconds_ahead(self) -> list[float]:
         """The durations of the next steps if all sequences only decode."""
-        running = self.engine.scheduler.decoding()
+        running = self.engine.scheduler.uniform_decodes()
         remaining = [sequence.request.sampling.max_tokens - sequence.num_output_tokens for sequence in running]
         number = min(self._executor.spec.tokens_at_once, *remaining) - 1 if remaining else 0
         return self._executor.decode_seconds(running, number)
@@ -535,10 +537,10 @@ class SimInstance:
         """The URL at which it serves."""
         return f"http://{self.host.address}:{self.port}"
 
-    def start(self, after_s: float = 0.0) -> None:
+    def start(self, start_delay_s: float = 0.0) -> None:
         """Begin serving, after this time."""
         loop = self._server_loop = self.process.thread("server")
-        loop.call_soon(lambda: loop.create_task(self._serve(after_s)))
+        loop.call_soon(lambda: loop.create_task(self._serve(start_delay_s)))
 
     def crash(self) -> None:
         """End at once, like a killed process."""
@@ -552,8 +554,8 @@ class SimInstance:
         self.process = self.host.process(f"{self.name}.{self._number}")
         self.start(self.spec.start_s)
 
-    async def _serve(self, after_s: float) -> None:
-        await asyncio.sleep(after_s)
+    async def _serve(self, start_delay_s: float) -> None:
+        await asyncio.sleep(start_delay_s)
         process, spec = self.process, self.spec
         transfer = spec.transfer(self.role, self.host.address)
         config = EngineConfig(
@@ -592,7 +594,7 @@ class SimInstance:
 
         async def change_pins() -> None:
             with suppress(KvferryError):
-                await engine_client.kept(request, pin=pin)
+                await engine_client.stored_blocks(request, pin=pin)
 
         loop.call_soon(lambda: loop.create_task(change_pins()))
 

@@ -144,11 +144,11 @@ class SimBackend(FleetBackend):
         if world.num_controllers > 1:
             self.leadership = SimLeadership(world, process)
 
-    def record_action(self, what: str) -> None:
+    def record_action(self, action: str) -> None:
         """Record an action of a controller that does not hold the lease."""
         world = self._world
         if world.num_controllers > 1 and world.lease_holder not in ("", self._process.name):
-            world.actions_without_lease.append(f"{self._process.name} {what}, {world.lease_holder} has the lease")
+            world.actions_without_lease.append(f"{self._process.name} {action}, {world.lease_holder} has the lease")
 
     def use(self, fleet: DesiredFleet) -> None:
         """Does nothing: all fleets can be run."""
@@ -354,25 +354,25 @@ class FleetWorld(World):
             raise NotStarted(f"{spec.name} is already running")
         self.simulation.note(f"{spec.name} is started")
         self.on_start(spec)
-        what = self._last.get(spec.name)
-        if what is not None:
-            if isinstance(what, SimInstance) and spec.role != "router":
-                what.role = spec.role  # its last process may have had another role
-            what.restart()
+        process_object = self._last.get(spec.name)
+        if process_object is not None:
+            if isinstance(process_object, SimInstance) and spec.role != "router":
+                process_object.role = spec.role  # its last process may have had another role
+            process_object.restart()
         elif spec.role == "router":
             config = RouterConfig(declared=True, **self.spec.router)
-            after_s = min(self.router_starts_s, self.spec.instance.start_s)
-            what = SimRouter(self.network.host(spec.name), PORT, config, TOKEN, after_s=after_s)
+            start_delay_s = min(self.router_starts_s, self.spec.instance.start_s)
+            process_object = SimRouter(self.network.host(spec.name), PORT, config, TOKEN, start_delay_s=start_delay_s)
         else:
             process, kind = self.network.host(spec.name).process(spec.name), self.spec.instance_of(spec.role)
-            what = SimInstance(spec.name, spec.role, kind, process, PORT, TOKEN, self.storage)
-            what.start(kind.start_s)
-        self.started[spec.name] = StartedMember(spec, what)
-        self._last[spec.name] = what
-        if isinstance(what, SimRouter):
-            self.routers.append(what)
+            process_object = SimInstance(spec.name, spec.role, kind, process, PORT, TOKEN, self.storage)
+            process_object.start(kind.start_s)
+        self.started[spec.name] = StartedMember(spec, process_object)
+        self._last[spec.name] = process_object
+        if isinstance(process_object, SimRouter):
+            self.routers.append(process_object)
         else:
-            self.instances.append(what)
+            self.instances.append(process_object)
 
     def before_member_change(self, started: StartedMember, role: MemberRole | None = None) -> None:
         """Call `before_change` for a member that is about to be stopped or to change its role, for the backend."""
@@ -383,16 +383,16 @@ class FleetWorld(World):
 
     def forget_member(self, name: str) -> None:
         """End a member's process if it still runs, for the backend, and forget the member."""
-        what = self.started.pop(name).what
-        what.crash()
-        if isinstance(what, SimInstance):
-            self.instances.remove(what)
+        process_object = self.started.pop(name).what
+        process_object.crash()
+        if isinstance(process_object, SimInstance):
+            self.instances.remove(process_object)
         else:
-            self.routers.remove(what)
+            self.routers.remove(process_object)
 
     # The end.
 
-    def end(self) -> bool:
+    def shut_down(self) -> bool:
         """Delete the fleet, so that its controller ends everything; returns True if all of it ended."""
         members = [member.what.process for member in self.started.values()]
         for controller in self._controllers:
@@ -402,7 +402,9 @@ class FleetWorld(World):
             self.ready_timeout_s,
         )
         return (
-            super().end() and not any(process.tasks() for process in members if process.is_alive) and not self.started
+            super().shut_down()
+            and not any(process.tasks() for process in members if process.is_alive)
+            and not self.started
         )
 
 

@@ -51,7 +51,7 @@ def _powers(base: int) -> Numbers:
 
 def chain(before: int, tokens: Sequence[int]) -> Numbers:
     """The KV of tokens that follow a token with the KV `before`: h = (h of the token before + its own) * factor."""
-    pieces = []
+    arrays = []
     for start in range(0, len(tokens), _CHUNK):
         part = mixed_tokens(tokens[start : start + _CHUNK])
         number = len(part)
@@ -59,8 +59,8 @@ def chain(before: int, tokens: Sequence[int]) -> Numbers:
         sums = np.cumsum(part * _powers(_INVERSE)[:number] * np.uint64(_FACTOR), dtype=np.uint64)
         values = (sums + np.uint64(before)) * _powers(_FACTOR)[:number]
         before = int(values[-1])
-        pieces.append(values)
-    return np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
+        arrays.append(values)
+    return np.concatenate(arrays) if len(arrays) != 1 else arrays[0]
 
 
 def follow(before: int, token: int) -> int:

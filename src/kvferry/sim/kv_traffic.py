@@ -100,10 +100,10 @@ def store_use(arrivals: Sequence[Arrival], num_bytes: int, times: MachineTimes, 
 def store_uses(arrivals: Sequence[Arrival], times: MachineTimes, chunk: int) -> list[StoreUse]:
     """Stores of several sizes, the largest of which holds all blocks of the trace; none if no block is repeated."""
     ids = [block for arrival in arrivals for block in arrival.block_ids]
-    different = len(set(ids))
-    if different == len(ids):
+    num_blocks = len(set(ids))
+    if num_blocks == len(ids):
         return []
-    footprint = different * BLOCK_TOKENS * times.kv.token_bytes
+    footprint = num_blocks * BLOCK_TOKENS * times.kv.token_bytes
     sizes = sorted({_power_of_two(max(BLOCK_TOKENS * times.kv.token_bytes, share * footprint)) for share in _SIZES})
     return [store_use(arrivals, size, times, chunk) for size in sizes]
 
@@ -172,17 +172,17 @@ def plan_kv(arrivals: Sequence[Arrival], times: MachineTimes, chunk: int, num_ca
     without: Way = "P2P" if is_split else "nothing"
     stores = store_uses(arrivals, times, chunk)
     if not stores:
-        why = "no prompt of the trace is known to begin like another, so a store would find nothing"
-        return KVPlan(without, why, hand_offs, stores)
+        reason = "no prompt of the trace is known to begin like another, so a store would find nothing"
+        return KVPlan(without, reason, hand_offs, stores)
     store = large_enough(stores)
     caches = store_use(arrivals, num_caches * times.kv.num_tokens * times.kv.token_bytes, times, chunk)
-    why = (
+    reason = (
         f"a store would have {store.hit_share:.0%} of the prompts' tokens, and the prefix caches of {num_caches}"
         f" instances together {caches.hit_share:.0%} at most"
     )
     if store.hit_share < caches.hit_share + WORTH:
-        return KVPlan(without, why, hand_offs, stores, caches)
+        return KVPlan(without, reason, hand_offs, stores, caches)
     if times.transfer.bandwidth < store.min_bandwidth:
-        why += ", but computing a prompt is faster than hand-offs were measured to be"
-        return KVPlan(without, why, hand_offs, stores, caches)
-    return KVPlan("P2P and a store" if is_split else "a store", why, hand_offs, stores, caches, store)
+        reason += ", but computing a prompt is faster than hand-offs were measured to be"
+        return KVPlan(without, reason, hand_offs, stores, caches)
+    return KVPlan("P2P and a store" if is_split else "a store", reason, hand_offs, stores, caches, store)

@@ -50,10 +50,10 @@ class EventLog:
         self.num_events = self._num_digested = 0
         self.last: deque[str] = deque(maxlen=None if keep else _LAST_EVENTS)
 
-    def note(self, now: float, what: str) -> None:
+    def note(self, now: float, event: str) -> None:
         """Record an event."""
         self.num_events += 1
-        self.last.append(f"{now!r} {what}")
+        self.last.append(f"{now!r} {event}")
         if self.num_events % _LINES_AT_ONCE == 0:
             self._digest_last(_LINES_AT_ONCE)
 
@@ -173,9 +173,9 @@ class Timers:
 class Simulation:
     """Owns the virtual time, the timers, the ready callbacks of all loops, and the random numbers."""
 
-    def __init__(self, seed: int, *, keep_log: bool = False, has_log: bool = True) -> None:
+    def __init__(self, seed: int, *, keep_log: bool = False, logs_events: bool = True) -> None:
         self.seed = seed
-        self.is_logging = has_log
+        self.is_logging = logs_events
         """True if events are logged; False for long simulations."""
         self.random = Random(f"kvferry {seed}")
         self.log = EventLog(keep=keep_log)
@@ -205,10 +205,10 @@ class Simulation:
         loop = asyncio._get_running_loop()
         return EPOCH_S + self.now + (loop.process.host.clock_s if isinstance(loop, SimLoop) else 0.0)
 
-    def note(self, what: str) -> None:
+    def note(self, event: str) -> None:
         """Record an event: see `EventLog`."""
         if self.is_logging:
-            self.log.note(self.now, what)
+            self.log.note(self.now, event)
 
     # Callbacks.
 

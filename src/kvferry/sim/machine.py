@@ -23,7 +23,7 @@ from kvferry.store.threads import Stop, ThreadCall, Threads
 from kvferry.transport.transfer_loop import TransferLoop
 
 Result = TypeVar("Result")
-_Computing = tuple[float, int, Callable[[], object]]
+_Computation = tuple[float, int, Callable[[], object]]
 """`SimCore._served_s` at its end, its number, and the callback."""
 
 
@@ -39,10 +39,10 @@ class SimTransferLoop(TransferLoop):
     def start(self) -> None:
         """Does nothing: the loop runs already."""
 
-    def run(self, job: Coroutine[Any, Any, object], within_s: float) -> None:
-        self._last = self._loop.create_task(self._after(self._last, job, within_s))
+    def run(self, job: Coroutine[Any, Any, object], timeout_s: float) -> None:
+        self._last = self._loop.create_task(self._after(self._last, job, timeout_s))
 
-    def wait_for(self, changed: threading.Condition, condition: Callable[[], bool], within_s: float) -> bool:
+    def wait_for(self, changed: threading.Condition, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Return the condition at once: no virtual time can pass in this call."""
         return condition()
 
@@ -50,12 +50,12 @@ class SimTransferLoop(TransferLoop):
         self._last = self._loop.create_task(self._after(self._last, self._cancel_all(), timeout_s))
 
     async def _after(
-        self, before: asyncio.Task[None] | None, job: Coroutine[Any, Any, object], within_s: float
+        self, before: asyncio.Task[None] | None, job: Coroutine[Any, Any, object], timeout_s: float
     ) -> None:
         try:
             if before is not None:
                 await asyncio.wait([before])
-            async with asyncio.timeout(within_s or None):
+            async with asyncio.timeout(timeout_s or None):
                 await job
         except TimeoutError:
             pass
@@ -74,11 +74,11 @@ class SimCore:
     """A core that several threads share: if `n` of them compute, each takes `n` times as long. `loop`: a loop that
     belongs to no process."""
 
-    nothing_s = 1e-9
+    epsilon_s = 1e-9
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
-        self._ends: list[_Computing] = []
+        self._ends: list[_Computation] = []
         """A heap of all computations."""
         self._number = 0
         self._served_s, self._at = 0.0, 0.0
@@ -103,7 +103,7 @@ class SimCore:
         finally:
             on_end.pop(done, None)
 
-    def spend(self, seconds: float, on_done: Callable[[], object]) -> _Computing:
+    def spend(self, seconds: float, on_done: Callable[[], object]) -> _Computation:
         """Occupy the core for `seconds`, and then call `on_done` on the core's loop, which belongs to no process."""
         self._update_served()
         self._number += 1
@@ -112,7 +112,7 @@ class SimCore:
         self._set_timer()
         return entry
 
-    def _cancel(self, entry: _Computing) -> None:
+    def _cancel(self, entry: _Computation) -> None:
         self._update_served()
         if entry in self._ends:
             self._ends.remove(entry)
@@ -139,7 +139,7 @@ class SimCore:
         self._timer = None
         self._update_served()
         finished = []
-        while self._ends and self._ends[0][0] <= self._served_s + self.nothing_s:
+        while self._ends and self._ends[0][0] <= self._served_s + self.epsilon_s:
             finished.append(heappop(self._ends)[2])
         self._set_timer()
         for on_done in finished:
@@ -198,7 +198,7 @@ class _PausableCall:
         self._thread = _Thread.idle.pop() if _Thread.idle else _Thread()
         self._thread.call = self
         self._pause_s: float | None = 0.0
-        self._is_ended = self._is_over = False
+        self._is_cancelled = self._is_done = False
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -210,8 +210,8 @@ class _PausableCall:
 
     def end(self) -> None:
         """End the call, if it has not ended. The function gets an exception in its pause."""
-        if not self._is_over:
-            self._is_ended = True
+        if not self._is_done:
+            self._is_cancelled = True
             self.resume()
 
     # On the thread.
@@ -221,19 +221,19 @@ class _PausableCall:
         self._pause_s = seconds
         self._thread.paused.release()
         self._thread.resumed.acquire()
-        if self._is_ended:
+        if self._is_cancelled:
             raise _Ended
 
     def run(self) -> None:
         """Call the function."""
         asyncio._set_running_loop(self._loop)
         try:
-            if not self._is_ended:
+            if not self._is_cancelled:
                 self.result = self._function()
         except BaseException as error:  # noqa: BLE001 - any error belongs to the caller
             self.error = error
         asyncio._set_running_loop(None)
-        self._pause_s, self._is_over = None, True
+        self._pause_s, self._is_done = None, True
 
 
 class SimThreads(Threads):
@@ -254,10 +254,10 @@ class SimThreads(Threads):
             result: Result = await asyncio.wrap_future(call.future)
             return result
         except asyncio.CancelledError:
-            call.stop.now()
+            call.stop.request()
             if call.future.running():
-                call.is_left = True
-                self._num_left += 1
+                call.is_abandoned = True
+                self._num_abandoned += 1
                 self._slots.release()
             raise
 
@@ -265,17 +265,17 @@ class SimThreads(Threads):
         await self._slots.acquire()
         try:
             if call.future.set_running_or_notify_cancel():
-                call.future.set_result(await self._called(call))
+                call.future.set_result(await self._execute(call))
         except Exception as error:  # noqa: BLE001 - any error belongs to the caller
             # A real store waits for its calls when it closes; simulated calls get an error instead.
             call.future.set_exception(StoreError("the store is closed") if self._is_closed else error)
         finally:
-            if call.is_left:
-                self._num_left -= 1
+            if call.is_abandoned:
+                self._num_abandoned -= 1
             else:
                 self._slots.release()
 
-    async def _called(self, call: ThreadCall) -> Any:
+    async def _execute(self, call: ThreadCall) -> Any:
         if not self._pauses:
             machine, now = self._machine, self._sim_loop.time()
             machine.ends_at = now
@@ -283,15 +283,15 @@ class SimThreads(Threads):
                 return call.function(call.stop)
             finally:
                 await asyncio.sleep(machine.ends_at - now)
-        aside = _PausableCall(lambda: call.function(call.stop), self._sim_loop)
+        pausable = _PausableCall(lambda: call.function(call.stop), self._sim_loop)
         try:
-            while (seconds := aside.resume()) is not None:  # noqa: ASYNC110 - the call sets the pause
+            while (seconds := pausable.resume()) is not None:  # noqa: ASYNC110 - the call sets the pause
                 await asyncio.sleep(seconds)
         finally:
-            aside.end()
-        if aside.error is not None:
-            raise aside.error
-        return aside.result
+            pausable.end()
+        if pausable.error is not None:
+            raise pausable.error
+        return pausable.result
 
     def close(self) -> None:
         self._is_closed = True

@@ -1,6 +1,6 @@
 """A simulated network: hosts, listening sockets, TCP connections, and their faults.
 
-Bytes arrive in order, after the latency of the link and their time at its bandwidth, in pieces that may be cut
+Bytes arrive in order, after the latency of the link and their time at its bandwidth, in chunks that may be cut
 anywhere. At most `WINDOW_BYTES` of a connection are in flight or unread at the other end: then the writer has to wait
 (`pause_writing`). While two hosts are partitioned, nothing arrives; bytes in flight arrive after the repair, as TCP
 retransmits them. A process that ends resets its connections; a machine that ends sends nothing.
@@ -39,16 +39,15 @@ _NO_CONTEXT = Context()
 class NetworkSpec:
     """One link for all pairs of hosts. Times in seconds, bandwidth in bytes per second for each host and direction.
 
-    `peer_s`: the latency between connectors, and of reads of another instance's blocks; `late_share`: the
-    fraction of pieces with up to `late_s` of extra latency; `cut_share`: the fraction that arrives in two parts.
-    """
+    `peer_s`: the latency between connectors, and of reads of another instance's blocks; `late_share`: the fraction of
+    chunks with up to `max_extra_latency_s` of extra latency; `cut_share`: the fraction that arrives in two parts."""
 
     latency_s: float = 50e-6
     peer_s: float = 50e-6
     jitter_s: float = 20e-6
     bandwidth: float = 10e9
     late_share: float = 0.0005
-    late_s: float = 0.02
+    max_extra_latency_s: float = 0.02
     cut_share: float = 0.02
 
 
@@ -161,7 +160,7 @@ class SendBuffer:
     """Bytes that one end of a connection has written and not sent yet."""
 
     def __init__(self) -> None:
-        self._pieces: deque[bytes] = deque()
+        self._chunks: deque[bytes] = deque()
         self.num_bytes = 0
         self.set_limits(None, None)
 
@@ -172,21 +171,21 @@ class SendBuffer:
 
     def append(self, data: bytes) -> None:
         """Append written bytes."""
-        self._pieces.append(data)
+        self._chunks.append(data)
         self.num_bytes += len(data)
 
     def take(self, max_bytes: int) -> bytes:
-        """Remove the oldest piece, or at most `max_bytes` of it."""
-        piece = self._pieces.popleft()
-        if len(piece) > max_bytes:
-            self._pieces.appendleft(piece[max_bytes:])
-            piece = piece[:max_bytes]
-        self.num_bytes -= len(piece)
-        return piece
+        """Remove the oldest chunk, or at most `max_bytes` of it."""
+        chunk = self._chunks.popleft()
+        if len(chunk) > max_bytes:
+            self._chunks.appendleft(chunk[max_bytes:])
+            chunk = chunk[:max_bytes]
+        self.num_bytes -= len(chunk)
+        return chunk
 
     def clear(self) -> None:
         """Drop all bytes."""
-        self._pieces.clear()
+        self._chunks.clear()
         self.num_bytes = 0
 
 
@@ -284,9 +283,9 @@ class SimTransport(asyncio.Transport):
         """Send as many bytes as the window allows."""
         unsent = self._unsent
         while unsent.num_bytes and self._num_in_flight < WINDOW_BYTES:
-            piece = unsent.take(WINDOW_BYTES - self._num_in_flight)
-            self._num_in_flight += len(piece)
-            self.peer.deliver_later(piece)
+            chunk = unsent.take(WINDOW_BYTES - self._num_in_flight)
+            self._num_in_flight += len(chunk)
+            self.peer.deliver_later(chunk)
         if unsent.num_bytes > unsent.high and not self._is_writing_paused:
             self._is_writing_paused = True
             self._call(self._protocol.pause_writing)
@@ -316,12 +315,12 @@ class SimTransport(asyncio.Transport):
 
     # Arriving.
 
-    def deliver_later(self, what: bytes | _Mark) -> None:
+    def deliver_later(self, data: bytes | _Mark) -> None:
         """Schedule the arrival of bytes or a mark from the other end."""
         network = self._network
-        num_bytes = 0 if what is _END or what is _RESET else len(what)
+        num_bytes = 0 if data is _END or data is _RESET else len(data)
         source, target = self.peer.process.host, self.process.host
-        self._in_flight.append(what)
+        self._in_flight.append(data)
         if target.cores:
             work_s = network.work_s(num_bytes, is_between_connectors=self.is_between_connectors)
             network.core_of(target.cores, source).spend(work_s, self.deliver)
@@ -336,39 +335,39 @@ class SimTransport(asyncio.Transport):
         network = self._network
         if network.is_held(self):
             return
-        what = self._in_flight.popleft()
+        data = self._in_flight.popleft()
         if network.simulation.is_logging:
-            about = what if what is _END or what is _RESET else f"{len(what)} {zlib.crc32(cast(bytes, what)):x}"
-            network.simulation.note(f"{self.peer.process.name} > {self.process.name} {self.sockname[1]} {about}")
-        if what is _RESET:
+            summary = data if data is _END or data is _RESET else f"{len(data)} {zlib.crc32(cast(bytes, data)):x}"
+            network.simulation.note(f"{self.peer.process.name} > {self.process.name} {self.sockname[1]} {summary}")
+        if data is _RESET:
             self._unread.clear()
         if self.is_over or not self.process.is_alive:
-            self._on_unexpected(what)
+            self._on_unexpected(data)
             return
-        self._unread.append(what)
-        if self._loop is not None and (self._reads or what is _RESET) and len(self._unread) == 1:
+        self._unread.append(data)
+        if self._loop is not None and (self._reads or data is _RESET) and len(self._unread) == 1:
             if asyncio._get_running_loop() is self._loop:
                 self._read()
             else:
                 self._loop.call_soon(self._read)
 
-    def _on_unexpected(self, what: bytes | _Mark) -> None:
+    def _on_unexpected(self, data: bytes | _Mark) -> None:
         """Answer bytes on a closed connection with a reset, if the machine is up."""
-        if what is not _RESET and what is not _END and self.process.host.is_up and not self.peer.is_over:
+        if data is not _RESET and data is not _END and self.process.host.is_up and not self.peer.is_over:
             self.peer.deliver_later(_RESET)
 
     def _read(self) -> None:
         """Pass arrived bytes to the protocol while it reads."""
         while self._unread and not self.is_over and (self._reads or self._unread[0] is _RESET):
-            what = self._unread.popleft()
-            if what is _RESET:
+            data = self._unread.popleft()
+            if data is _RESET:
                 self._finish(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), tell=None)
-            elif what is _END:
+            elif data is _END:
                 if not self._call(self._protocol.eof_received):
                     self.close()
             else:
-                self.peer.acknowledge(len(what))
-                for part in self._network.split(cast(bytes, what)):
+                self.peer.acknowledge(len(data))
+                for part in self._network.split(cast(bytes, data)):
                     if not self.is_over:
                         self._call(self._protocol.data_received, part)
 
@@ -393,9 +392,9 @@ class SimTransport(asyncio.Transport):
         self._state, self._reads = "over", False
         self._network.num_open -= 1
         self.process.on_end.pop(self, None)
-        for piece in self._unread:
-            if piece is not _END and piece is not _RESET:
-                self.peer.acknowledge(len(piece))
+        for chunk in self._unread:
+            if chunk is not _END and chunk is not _RESET:
+                self.peer.acknowledge(len(chunk))
         self._unread.clear()
         if tell is not None and not self.peer.is_over:
             self.peer.deliver_later(tell)
@@ -510,11 +509,11 @@ class Network:
     def arrival(
         self, source: SimHost, target: SimHost, num_bytes: int, *, is_between_connectors: bool = False
     ) -> float:
-        """The arrival time of bytes that are sent now. A host sends, and receives, one piece after the other."""
+        """The arrival time of bytes that are sent now. A host sends, and receives, one chunk after the other."""
         spec, random, now = self.spec, self.simulation.random, self.simulation.now
         latency_s = (spec.peer_s if is_between_connectors else spec.latency_s) + random.random() * spec.jitter_s
         if spec.late_share and random.random() < spec.late_share:
-            latency_s += random.random() * spec.late_s
+            latency_s += random.random() * spec.max_extra_latency_s
         if self._slow:
             latency_s += random.random() * self._slow.get((source.address, target.address), 0.0)
         if not num_bytes:
@@ -537,13 +536,13 @@ class Network:
         spec = self.spec
         return (spec.peer_s if is_between_connectors else spec.latency_s) + num_bytes / spec.bandwidth
 
-    def split(self, piece: bytes) -> tuple[bytes, ...]:
-        """The piece, rarely cut into two parts."""
+    def split(self, chunk: bytes) -> tuple[bytes, ...]:
+        """The chunk, rarely cut into two parts."""
         random = self.simulation.random
-        if len(piece) > 1 and random.random() < self.spec.cut_share:
-            cut = random.randrange(1, len(piece))
-            return piece[:cut], piece[cut:]
-        return (piece,)
+        if len(chunk) > 1 and random.random() < self.spec.cut_share:
+            cut = random.randrange(1, len(chunk))
+            return chunk[:cut], chunk[cut:]
+        return (chunk,)
 
     def draw_end(self) -> _Mark:
         """The mark that a dying process leaves on a connection, at random: a reset (unread bytes) or an end."""

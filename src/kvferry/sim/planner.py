@@ -75,9 +75,9 @@ class Candidate:
         return bool(self.prefill)
 
     def __str__(self) -> str:
-        what = f"{self.prefill}P + {self.decode}D" if self.is_split else f"{self.both} plain"
+        instances = f"{self.prefill}P + {self.decode}D" if self.is_split else f"{self.both} plain"
         store = (f"a store of {to_size(self.store_bytes)}",) if self.store_bytes else ()
-        return ", ".join((f"{what}, chunks of {self.chunk}", *self.router.flags(), *store))
+        return ", ".join((f"{instances}, chunks of {self.chunk}", *self.router.flags(), *store))
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,18 @@ class DeploymentResult:
 
     candidate: Candidate
     figures: ReplayFigures
-    answered: tuple[CompletedRequest, ...]
+    completed_requests: tuple[CompletedRequest, ...]
 
     def within(self, targets: Targets) -> float:
         """Share of all requests that met these targets."""
-        met = sum(targets.met_by(request.ttft_s, request.e2e_s, request.num_tokens) for request in self.answered)
+        met = sum(
+            targets.met_by(request.ttft_s, request.e2e_s, request.num_tokens) for request in self.completed_requests
+        )
         return met / self.figures.requests
 
     def tail(self, targets: Targets) -> float:
         """The worst P99, as a multiple of its target; infinite if nothing was answered."""
-        if not self.answered:
+        if not self.completed_requests:
             return math.inf
         pairs = (
             (targets.ttft, self.figures.ttft.p99),
@@ -159,9 +161,11 @@ def estimate(arrivals: Sequence[Arrival], times: MachineTimes, targets: Targets,
         decodes.append(
             (arrival.at_s + min(ttft_s + itl_s * arrival.answer_tokens, e2e_s), arrival.answer_tokens * token_s)
         )
-        first_s = seconds + 4 * times.transfer.latency_s
+        alone_ttft_s = seconds + 4 * times.transfer.latency_s
         step_s = step.base_s + step.decode_sequence_s + step.context_token_s * arrival.prompt_tokens
-        num_late += not targets.met_by(first_s, first_s + step_s * (arrival.answer_tokens - 1), arrival.answer_tokens)
+        num_late += not targets.met_by(
+            alone_ttft_s, alone_ttft_s + step_s * (arrival.answer_tokens - 1), arrival.answer_tokens
+        )
         num_too_long += arrival.prompt_tokens + arrival.answer_tokens > min(times.max_model_len, times.kv.num_tokens)
     misses = len(arrivals) - math.ceil(share * len(arrivals) - 1e-9)
     fewest = (
@@ -214,7 +218,7 @@ class Planner:
     world_of: Callable[[Candidate], WorldSpec]
     share: float = 0.99
     seed: int = 0
-    on_progress: Callable[[str, float], None] = lambda what, share: None
+    on_progress: Callable[[str, float], None] = lambda phase, share: None
     tried: dict[Candidate, DeploymentResult] = field(default_factory=dict)
 
     def search(self, budget: int) -> SearchResult:
@@ -268,7 +272,7 @@ class Planner:
         if candidate not in self.tried:
             replay = TraceReplay(self.world_of(candidate), self.arrivals, seed=self.seed)
             figures = replay.run(self.targets, lambda done: self.on_progress(str(candidate), done))
-            self.tried[candidate] = DeploymentResult(candidate, figures, tuple(replay.answered))
+            self.tried[candidate] = DeploymentResult(candidate, figures, tuple(replay.completed_requests))
         return self.tried[candidate]
 
     def _plan(self, number: int, needs: Estimate) -> SearchResult:
@@ -350,15 +354,15 @@ class SearchResult:
         chosen = self.by_kind
         head = "disaggregate" if chosen.candidate.is_split else "do not disaggregate"
         other = self.plain if chosen.candidate.is_split else self.split
-        about = self._about(chosen)
+        description = self._about(chosen)
         if other is None:
-            why = (
+            reason = (
                 "one instance cannot be divided"
                 if chosen.candidate.num_instances == 1
                 else "the other way cannot keep up by the times of its steps"
             )
-            return f"{head}: {about}; {why}"
-        return f"{head}: {about}; with as many instances, {self._about(other)}"
+            return f"{head}: {description}; {reason}"
+        return f"{head}: {description}; with as many instances, {self._about(other)}"
 
     def router_reason(self) -> str:
         """The reason for the settings of the router, in numbers; empty for one instance, where nothing is chosen."""
@@ -382,7 +386,7 @@ class SearchResult:
 
     def _about(self, result: DeploymentResult) -> str:
         figures = result.figures
-        if not result.answered:
+        if not result.completed_requests:
             return f"{result.candidate} answer no request ({', '.join(figures.reasons)})"
         return (
             f"{result.candidate} keep {percent(figures.within)}% within {self.targets} (P99:"
@@ -434,7 +438,7 @@ def busiest(arrivals: Sequence[Arrival], max_requests: int) -> tuple[float, list
     max_requests = min(max_requests, len(arrivals))
     starts = range(len(arrivals) - max_requests + 1)
     first = min(starts, key=lambda start: arrivals[start + max_requests - 1].at_s - arrivals[start].at_s)
-    first_s = arrivals[first].at_s
-    return first_s, [
-        replace(arrival, at_s=arrival.at_s - first_s) for arrival in arrivals[first : first + max_requests]
+    start_s = arrivals[first].at_s
+    return start_s, [
+        replace(arrival, at_s=arrival.at_s - start_s) for arrival in arrivals[first : first + max_requests]
     ]

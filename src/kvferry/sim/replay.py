@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.messages.traffic import Decided
+from kvferry.core.messages.traffic import ScaleDecision
 from kvferry.core.percentile import percentile
 from kvferry.core.text import shortened
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
@@ -23,9 +23,9 @@ from kvferry.sim.targets import Targets
 from kvferry.sim.traffic import Arrival, TracePrompt
 from kvferry.sim.world import RequestResult, RequestSpec, World, WorldSpec
 
-_REASONS = 3
+_MAX_SHOWN = 3
 """Maximum number of different reasons that are shown."""
-_OF_STORES = ("stored", "loaded", "evicted")
+_STORE_COUNTERS = ("stored", "loaded", "evicted")
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class ReplayFigures(msgspec.Struct, frozen=True):
     roles: dict[str, RoleFigures]
     instance_s: float
     most_instances: int
-    decisions: list[Decided]
+    decisions: list[ScaleDecision]
     """Decisions of `[scale]`, as routers show them; `at`: seconds since the beginning of the replayed trace."""
     digest: str
     stores: dict[str, int]
@@ -106,7 +106,7 @@ class CompletedRequest:
 @dataclass
 class _RoleUse:
     """Measurements of one role. `kv_total`, `kv_peak`: sum and maximum of the used share of a KV cache, over
-    `num_samples` samples, each of one instance; `counted`: sums of the counters of all instances while they had this
+    `num_samples` samples, each of one instance; `counters`: sums of the counters of all instances while they had this
     role."""
 
     min_instances: int
@@ -115,7 +115,7 @@ class _RoleUse:
     num_samples: int = 0
     kv_total: float = 0.0
     kv_peak: float = 0.0
-    counted: dict[str, float] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
 
     def note(self, number: int, for_s: float) -> None:
         """Record that there were `number` instances for `for_s` seconds."""
@@ -131,16 +131,16 @@ class _RoleUse:
 
     def figures(self) -> RoleFigures:
         """The results."""
-        counted = self.counted
+        counters = self.counters
         return RoleFigures(
             instances=self.max_instances,
             fewest=self.min_instances,
             instance_s=self.instance_s,
-            busy=min(1.0, counted.get("busy_s", 0.0) / max(self.instance_s, 1e-9)),  # a step counts from its beginning
+            busy=min(1.0, counters.get("busy_s", 0.0) / max(self.instance_s, 1e-9)),  # a step counts from its beginning
             kv_mean=self.kv_total / max(1, self.num_samples),
             kv_peak=self.kv_peak,
-            prefix_hits=counted.get("hits", 0.0) / max(1.0, counted.get("queries", 0.0)),
-            preemptions=int(counted.get("preemptions", 0)),
+            prefix_hits=counters.get("hits", 0.0) / max(1.0, counters.get("queries", 0.0)),
+            preemptions=int(counters.get("preemptions", 0)),
         )
 
 
@@ -165,41 +165,41 @@ class TraceReplay:
         self._on_sample = on_sample
         self._roles: dict[Role, _RoleUse] = {}
         self._max_instances = 0
-        self._before: dict[SimProcess, dict[str, float]] = {}
+        self._last_counters: dict[SimProcess, dict[str, float]] = {}
         """The counters of each process when they were last added to the sums of its role."""
-        self.answered: list[CompletedRequest] = []
-        self.gaps_s: Sequence[float] = ()
+        self.completed_requests: list[CompletedRequest] = []
+        self.itl_s: Sequence[float] = ()
 
     def run(self, targets: Targets, on_progress: Callable[[float], None] = lambda _: None) -> ReplayFigures:
         """Run the trace. `on_progress`: called with the share of requests that have ended. Raises `ConfigError` if the
         fleet does not become ready."""
         world = self._world()
         with world.running():
-            first_s = world.simulation.now
-            _require_up(world)
-            world.submit(self._requests(first_s))
-            duration_s = self._run(world, first_s, on_progress)
+            start_s = world.simulation.now
+            _require_ready(world)
+            world.submit(self._requests(start_s))
+            duration_s = self._run(world, start_s, on_progress)
             for instance in world.instances:
                 self._count(instance)
-            decisions = _decisions(world, first_s)
-            world.end()
-        self.gaps_s = world.gaps_s
+            decisions = _decisions(world, start_s)
+            world.shut_down()
+        self.itl_s = world.itl_s
         for result in world.results:
-            if result.outcome == "complete" and result.first_s is not None and result.end_s is not None:
-                self.answered.append(
-                    CompletedRequest(result.spec.at_s - first_s, result.first_s, result.end_s, result.num_tokens)
+            if result.outcome == "complete" and result.ttft_s is not None and result.e2e_s is not None:
+                self.completed_requests.append(
+                    CompletedRequest(result.spec.at_s - start_s, result.ttft_s, result.e2e_s, result.num_tokens)
                 )
-        met = sum(targets.met_by(result.ttft_s, result.e2e_s, result.num_tokens) for result in self.answered)
+        met = sum(targets.met_by(result.ttft_s, result.e2e_s, result.num_tokens) for result in self.completed_requests)
         results = world.results
         return ReplayFigures(
             requests=len(results),
-            complete=len(self.answered),
+            complete=len(self.completed_requests),
             refused=sum(result.outcome == "refused" for result in results),
             broken=sum(result.outcome not in ("complete", "refused") for result in results),
             duration_s=duration_s,
-            ttft=Percentiles.of([result.ttft_s for result in self.answered]),
-            itl=Percentiles.of(world.gaps_s),
-            e2e=Percentiles.of([result.e2e_s for result in self.answered]),
+            ttft=Percentiles.of([result.ttft_s for result in self.completed_requests]),
+            itl=Percentiles.of(world.itl_s),
+            e2e=Percentiles.of([result.e2e_s for result in self.completed_requests]),
             within=met / len(results),
             goodput=met / duration_s,
             hand_offs=self._counted("hand_offs"),
@@ -208,9 +208,9 @@ class TraceReplay:
             most_instances=self._max_instances,
             decisions=decisions,
             digest=world.simulation.log.digest(),
-            stores={name: self._counted(name) for name in _OF_STORES},
+            stores={name: self._counted(name) for name in _STORE_COUNTERS},
             reasons=_reasons(results),
-            errors=world.logged[:_REASONS],
+            errors=world.logged_errors[:_MAX_SHOWN],
         )
 
     def _world(self) -> World:
@@ -220,24 +220,24 @@ class TraceReplay:
         world.before_change = self._count
         return world
 
-    def _requests(self, first_s: float) -> Iterator[RequestSpec]:
+    def _requests(self, start_s: float) -> Iterator[RequestSpec]:
         vocab_size = self._spec.instance.vocab_size
         for number, arrival in enumerate(self._arrivals):
             prompt = TracePrompt(arrival, number, self._seed, vocab_size)
-            yield RequestSpec(first_s + arrival.at_s, prompt, arrival.answer_tokens, number)
+            yield RequestSpec(start_s + arrival.at_s, prompt, arrival.answer_tokens, number)
 
-    def _run(self, world: World, first_s: float, on_progress: Callable[[float], None]) -> float:
+    def _run(self, world: World, start_s: float, on_progress: Callable[[float], None]) -> float:
         """Run until all requests have ended. Returns the duration in virtual seconds."""
-        last, until = 0, first_s + self._arrivals[-1].at_s + self._spec.request_timeout_s
+        last, until = 0, start_s + self._arrivals[-1].at_s + self._spec.request_timeout_s
         while not world.is_done and world.simulation.now < until:
             before = world.simulation.now
             world.run_until(lambda: world.is_done, self.sample_interval_s)
             self._sample(world, world.simulation.now - before)
             self._on_sample(world)
-            if (seen := world.num_ended + len(world.gaps_s)) != last:  # there is progress
-                last, until = seen, max(until, world.simulation.now + self._spec.request_timeout_s)
+            if (progress := world.num_ended + len(world.itl_s)) != last:  # there is progress
+                last, until = progress, max(until, world.simulation.now + self._spec.request_timeout_s)
             on_progress(world.num_ended / len(self._arrivals))
-        return world.simulation.now - first_s
+        return world.simulation.now - start_s
 
     def _sample(self, world: World, for_s: float) -> None:
         numbers = Counter[Role](instance.role for instance in world.instances)
@@ -256,35 +256,35 @@ class TraceReplay:
         if instance.engine is None or instance.executor is None:
             return
         figures = instance.engine.statistics()
-        counted = {
+        counters = {
             "busy_s": instance.executor.busy_s,
             "queries": figures.scheduler.num_prefix_queries,
             "hits": figures.scheduler.num_prefix_hits,
             "preemptions": figures.scheduler.num_preemptions,
             "hand_offs": _counted(figures.connector, "fetches"),
-            **{name: _counted(figures.connector, f"{name}_blocks") for name in _OF_STORES},
+            **{name: _counted(figures.connector, f"{name}_blocks") for name in _STORE_COUNTERS},
         }
-        before, total = self._before.get(instance.process, {}), self._role(instance.role).counted
-        for name, value in counted.items():
+        before, total = self._last_counters.get(instance.process, {}), self._role(instance.role).counters
+        for name, value in counters.items():
             total[name] = total.get(name, 0.0) + value - before.get(name, 0.0)
-        self._before[instance.process] = counted
+        self._last_counters[instance.process] = counters
 
     def _counted(self, name: str) -> int:
-        return int(sum(role_use.counted.get(name, 0.0) for role_use in self._roles.values()))
+        return int(sum(role_use.counters.get(name, 0.0) for role_use in self._roles.values()))
 
 
-def _require_up(world: World) -> None:
+def _require_ready(world: World) -> None:
     if isinstance(world, FleetWorld) and not world.is_settled:
-        seen = world.ledger.status()
-        why = "; ".join(seen.trouble) if seen is not None else ""
-        raise ConfigError(f"the fleet does not come up: {why or 'its instances are not ready'}")
+        status = world.ledger.status()
+        reason = "; ".join(status.trouble) if status is not None else ""
+        raise ConfigError(f"the fleet does not come up: {reason or 'its instances are not ready'}")
 
 
-def _decisions(world: World, first_s: float) -> list[Decided]:
+def _decisions(world: World, start_s: float) -> list[ScaleDecision]:
     if not isinstance(world, FleetWorld):
         return []
-    noted = (entry for entry in world.ledger.history() if entry.what in ("scale", "recommend"))
-    return [Decided(entry.at - EPOCH_S - first_s, entry.name, entry.why) for entry in noted]
+    entries = (entry for entry in world.ledger.history() if entry.what in ("scale", "recommend"))
+    return [ScaleDecision(entry.at - EPOCH_S - start_s, entry.name, entry.reason) for entry in entries]
 
 
 def _counted(figures: Mapping[str, float], name: str) -> int:
@@ -296,6 +296,6 @@ def _reasons(results: Sequence[RequestResult]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for result in results:
         if result.outcome != "complete":
-            reason = f"{result.outcome or 'never ended'} {result.status or ''} {shortened(result.why, 200)}".strip()
+            reason = f"{result.outcome or 'never ended'} {result.status or ''} {shortened(result.reason, 200)}".strip()
             counts[reason] = counts.get(reason, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1])[:_REASONS])
+    return dict(sorted(counts.items(), key=lambda item: -item[1])[:_MAX_SHOWN])

@@ -19,25 +19,25 @@ from kvferry.sim.network import SimHost
 
 
 class SimRouter:
-    """One router of a deployment. After a crash, a new process may start at the same address. `after_s`: seconds until
-    the first process starts to serve."""
+    """One router of a deployment. After a crash, a new process may start at the same address. `start_delay_s`: seconds
+    until the first process starts to serve."""
 
-    def __init__(self, host: SimHost, port: int, config: RouterConfig, token: str, *, after_s: float) -> None:
+    def __init__(self, host: SimHost, port: int, config: RouterConfig, token: str, *, start_delay_s: float) -> None:
         self.host, self.port, self._config, self._token = host, port, config, token
         self.process = host.process(host.address)
         self.router: Router | None = None
         self.server: HttpServer | None = None
-        self.num_processes = 0
+        self.incarnation = 0
         """Grows with each crash and each start of a process, so that a client can detect both."""
-        self.is_ending = False
+        self.is_shutting_down = False
         """True if it is shutting down."""
         self._loop: SimLoop
-        self._start(after_s)
+        self._start(start_delay_s)
 
-    def _start(self, after_s: float) -> None:
-        self.num_processes += 1
+    def _start(self, start_delay_s: float) -> None:
+        self.incarnation += 1
         self._loop = loop = self.process.thread("router")
-        loop.call_soon(lambda: loop.create_task(self._serve(after_s)))
+        loop.call_soon(lambda: loop.create_task(self._serve(start_delay_s)))
 
     @property
     def url(self) -> str:
@@ -47,47 +47,47 @@ class SimRouter:
     @property
     def is_ready(self) -> bool:
         """True if it answers GET /health with 200."""
-        return self.router is not None and self.router.services.pools.decode.num_alive > 0
+        return self.router is not None and self.router.services.pools.decode.num_usable > 0
 
     @property
-    def num_alive(self) -> int:
+    def num_usable(self) -> int:
         """Number of usable instances of both roles; 0 while no process serves."""
         if self.router is None:
             return 0
         pools = self.router.services.pools
-        return pools.prefill.num_alive + pools.decode.num_alive
+        return pools.prefill.num_usable + pools.decode.num_usable
 
     def crash(self) -> None:
         """End at once, like a killed process."""
-        self.num_processes += 1
+        self.incarnation += 1
         self.router = self.server = None
         self.process.crash()
 
     def restart(self) -> None:
         """Start a new process after the last one has ended. It knows only the instances of its configuration."""
-        self.process = self.host.process(f"{self.host.address}.{self.num_processes}")
+        self.process = self.host.process(f"{self.host.address}.{self.incarnation}")
         self._start(0.0)
 
-    def operate(self, what: str, change: Callable[[Membership], object]) -> None:
-        """Apply an operator's change if the router is up; a refused change has no effect. `what`: the event to record
+    def apply_change(self, event: str, change: Callable[[Membership], object]) -> None:
+        """Apply an operator's change if the router is up; a refused change has no effect. `event`: the text to record
         for an applied change."""
 
         def apply() -> None:
             if self.router is not None:
                 with suppress(KvferryError):
                     change(self.router.membership)
-                    self.process.simulation.note(f"{self.host.address} {what}")
+                    self.process.simulation.note(f"{self.host.address} {event}")
 
         self._loop.call_soon(apply)
 
     def stop(self) -> None:
         """Shut down as at SIGTERM."""
-        self.is_ending = True
+        self.is_shutting_down = True
         if self.server is not None:
             self._loop.call_soon(self.server.stop)
 
-    async def _serve(self, after_s: float) -> None:
-        await asyncio.sleep(after_s)
+    async def _serve(self, start_delay_s: float) -> None:
+        await asyncio.sleep(start_delay_s)
         host, process = self.host, self.process
         http = HttpConfig(host=host.address, port=self.port, secret=self._token)
         router = build_router(self._config, http, clock=process.simulation, fast_path=False)

@@ -188,10 +188,10 @@ class SimDisk(Disk):
         self._wait_for_transfer(sum(map(len, views)), writes=False)
         self._wait_and_apply_faults(writes=False)
         for view in views:
-            piece = descriptor.content[offset : offset + len(view)]
-            view[: len(piece)] = piece
-            offset += len(piece)
-            if len(piece) < len(view):
+            data = descriptor.content[offset : offset + len(view)]
+            view[: len(data)] = data
+            offset += len(data)
+            if len(data) < len(view):
                 raise CorruptBlock("the file is too short")
 
     def head(self, descriptor: SimFile, max_bytes: int) -> bytes:  # type: ignore[override]

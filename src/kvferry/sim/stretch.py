@@ -24,7 +24,7 @@ def decode_at_once(
     connector may be involved; then the steps must be executed one by one.
     """
     scheduler, pool = engine.scheduler, engine.pool
-    running, size = scheduler.decoding(), scheduler.limits.block_size
+    running, size = scheduler.uniform_decodes(), scheduler.limits.block_size
     num_needed = sum(
         sequence.num_blocks_for(sequence.num_computed_tokens + number) - len(sequence.block_ids) for sequence in running
     )
@@ -40,7 +40,7 @@ def decode_at_once(
             blocks.extend(running[index], 1)
         else:
             running[index].num_computed_tokens = begun[index] + step + 1
-            blocks.publish(running[index])
+            blocks.cache_full_blocks(running[index])
     for sequence, before in zip(running, begun, strict=True):
         sequence.num_computed_tokens = before + number
     engine.num_steps += number

@@ -68,16 +68,14 @@ def read_traffic(path: Path) -> list[Arrival]:
     ]  # there may be millions
 
 
-def part_of(arrivals: Sequence[Arrival], *, first_s: float = 0.0, last_s: float | None = None) -> list[Arrival]:
-    """Requests that arrive in `[first_s, last_s)`, at times since `first_s`. Raises `ConfigError` if there are none."""
-    if arrivals and not first_s and last_s is None:
+def part_of(arrivals: Sequence[Arrival], *, from_s: float = 0.0, until_s: float | None = None) -> list[Arrival]:
+    """Requests that arrive in `[from_s, until_s)`, at times since `from_s`. Raises `ConfigError` if there are none."""
+    if arrivals and not from_s and until_s is None:
         return list(arrivals)
-    end_s = float("inf") if last_s is None else last_s
-    selected = [
-        replace(arrival, at_s=arrival.at_s - first_s) for arrival in arrivals if first_s <= arrival.at_s < end_s
-    ]
+    end_s = float("inf") if until_s is None else until_s
+    selected = [replace(arrival, at_s=arrival.at_s - from_s) for arrival in arrivals if from_s <= arrival.at_s < end_s]
     if not selected:
-        part = f"from {first_s:.15g} s on" if last_s is None else f"between {first_s:.15g} s and {last_s:.15g} s"
+        part = f"from {from_s:.15g} s on" if until_s is None else f"between {from_s:.15g} s and {until_s:.15g} s"
         raise ConfigError(f"the trace has no request {part}; the last one is at {arrivals[-1].at_s:.15g} s")
     return selected
 
@@ -141,8 +139,8 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         reader = csv.reader(lines(), strict=True)
         yield from ((reader.line_num, row) for row in reader if row)
     except UnicodeDecodeError as error:
-        what = "it is no text in UTF-8; a compressed one has to be decompressed"
-        raise ConfigError(f"cannot read the trace {path}: {what}") from error
+        problem = "it is no text in UTF-8; a compressed one has to be decompressed"
+        raise ConfigError(f"cannot read the trace {path}: {problem}") from error
     except (OSError, csv.Error) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from kvferry.core.errors import KvferryError, PeerLost
 from kvferry.core.messages.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_frame, encode_frame, frame_length
-from kvferry.core.runtime.tasks import Waiter
+from kvferry.core.runtime.tasks import WakeUp
 from kvferry.sim.kv import KVContents
 from kvferry.sim.loop import SimLoop, SimProcess
 from kvferry.sim.network import AcceptedSocket, Network, SimTransport
@@ -57,7 +57,7 @@ class _Frames(asyncio.Protocol):
         self.frames: deque[bytes] = deque()
         self.is_over = False
         self._buffer, self._num_unread = bytearray(), 0
-        self._waiter = Waiter()
+        self._waiter = WakeUp()
         self._may_write = asyncio.Event()
         self._may_write.set()
 

@@ -24,7 +24,7 @@ from kvferry.core.errors import TransferError
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.router.config import RouterConfig
-from kvferry.router.instances.membership import Declared
+from kvferry.router.instances.membership import InstanceDeclaration
 from kvferry.sim.engine import MODEL, Role, SimInstance, SimInstanceSpec
 from kvferry.sim.kv import counted_token, expected_tokens
 from kvferry.sim.loop import Simulation
@@ -54,21 +54,21 @@ class DirectHandOff:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request of a trace. `leaves_after_s`: seconds after which the client cancels it; None: never. `direct`: it
+    """One request of a trace. `cancel_after_s`: seconds after which the client cancels it; None: never. `direct`: it
     does not use a router."""
 
     at_s: float
     prompt: Sequence[int]
     max_tokens: int
     seed: int
-    leaves_after_s: float | None = None
+    cancel_after_s: float | None = None
     direct: DirectHandOff | None = None
 
 
 @dataclass(frozen=True)
 class WorldSpec:
     """A simulated deployment. `instance`: the instances of all roles but those in `by_role`; all have the same model.
-    `request_timeout_s`: seconds after which a request counts as lost. `has_log`: events are logged, at least as a
+    `request_timeout_s`: seconds after which a request counts as lost. `logs_events`: events are logged, at least as a
     digest, so that two runs can be compared."""
 
     num_prefill: int = 1
@@ -87,7 +87,7 @@ class WorldSpec:
     """Number of cores of the machine of all instances; if there are fewer cores, instances share them. 0: each has its
     own."""
     request_timeout_s: float = 900.0
-    has_log: bool = True
+    logs_events: bool = True
 
     def instance_of(self, role: Role) -> SimInstanceSpec:
         """The specification of instances of this role."""
@@ -96,8 +96,8 @@ class WorldSpec:
 
 @dataclass(slots=True)
 class RequestResult:
-    """The result of a request. `first_s`, `end_s`: seconds from its arrival to its first token and to its end; None: it
-    had none. `ends`: number of times that it ended, which must be 1."""
+    """The result of a request. `ttft_s`, `e2e_s`: seconds from its arrival to its first token and to its end; None: it
+    had none. `num_ends`: number of times that it ended, which must be 1."""
 
     number: int
     spec: RequestSpec
@@ -105,36 +105,36 @@ class RequestResult:
     """`complete`, `left` (cancelled by the client), `refused` (a status that is not 200), `broken` (an error in the
     stream, or a connection that ended)."""
     status: int = 0
-    why: str = ""
+    reason: str = ""
     num_tokens: int = 0
-    is_right: bool = True
-    first_s: float | None = None
-    end_s: float | None = None
-    ends: int = 0
+    has_expected_tokens: bool = True
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    num_ends: int = 0
     lost_router: bool = False
     """The router's process ended while the request ran, or there was none, so that the result has no reason."""
-    crossed: bool = False
+    sent_on_closed_connection: bool = False
     """It was sent on an idle connection that a router had closed at its shutdown: clients retry it."""
 
 
 class World:
     """One deployment in one simulation. Use it in `with world.running():`."""
 
-    ends_s = 90.0
+    max_shutdown_s = 90.0
     """Maximum seconds of a shutdown."""
 
     def __init__(self, spec: WorldSpec, seed: int, *, keep_log: bool = False) -> None:
         """`keep_log`: keep the text of logged events, not only their digest."""
         self.spec = spec
-        self.simulation = Simulation(seed, keep_log=keep_log, has_log=spec.has_log)
+        self.simulation = Simulation(seed, keep_log=keep_log, logs_events=spec.logs_events)
         self.network = Network(self.simulation, spec.network)
         self.storage = Storage(self.simulation, spec.store)
         self.instances: list[SimInstance] = []
         self.routers: list[SimRouter] = []
         self.results: list[RequestResult] = []
-        self.gaps_s = array("f")
+        self.itl_s = array("f")
         """Seconds between two tokens of an answer."""
-        self.logged: list[str] = []
+        self.logged_errors: list[str] = []
         """Errors that kvferry's code logged."""
         self._upcoming: Iterator[RequestSpec] = iter(())
         self._next: RequestSpec | None = None
@@ -191,17 +191,19 @@ class World:
 
     def _declare_units(self) -> None:
         """Declare all instances to the routers, as the controller of a fleet does."""
-        declared: list[Declared] = []
+        declared: list[InstanceDeclaration] = []
         num_of_role = Counter[Role]()
         for instance in self.instances:
             unit = str(num_of_role[instance.role] % self.spec.num_units)
             declared.append(
-                Declared(instance.name, "prefill" if instance.role == "prefill" else "decode", instance.url, unit=unit)
+                InstanceDeclaration(
+                    instance.name, "prefill" if instance.role == "prefill" else "decode", instance.url, unit=unit
+                )
             )
             num_of_role[instance.role] += 1
         for router in self.routers:
-            router.operate("declares", lambda membership: membership.declare(declared))
-        self.run_until(lambda: all(router.num_alive == len(declared) for router in self.routers), 60.0)
+            router.apply_change("declares", lambda membership: membership.declare(declared))
+        self.run_until(lambda: all(router.num_usable == len(declared) for router in self.routers), 60.0)
 
     def _add_instance(self, name: str, role: Role) -> None:
         process = self.network.host(name).process(name)
@@ -215,7 +217,9 @@ class World:
         config = RouterConfig(prefill_url=prefill, decode_url=decode, **self.spec.router)
         if self.spec.num_units:
             config = RouterConfig(declared=True, **self.spec.router)
-        self.routers.append(SimRouter(self.network.host(name), PORT, config, TOKEN, after_s=1.0))  # instances are up
+        self.routers.append(
+            SimRouter(self.network.host(name), PORT, config, TOKEN, start_delay_s=1.0)
+        )  # instances are up
 
     def _is_ready(self) -> bool:
         return all(part.router is not None for part in self.routers) and all(
@@ -224,9 +228,9 @@ class World:
 
     # Time.
 
-    def run_until(self, done: Any, within_s: float) -> bool:
-        """Let time pass until `done`, at most `within_s`. Returns True if it is done. Raises `Deadlock`."""
-        until = self.simulation.now + within_s
+    def run_until(self, done: Any, timeout_s: float) -> bool:
+        """Let time pass until `done`, at most `timeout_s`. Returns True if it is done. Raises `Deadlock`."""
+        until = self.simulation.now + timeout_s
         while not done() and self.simulation.now < until:
             if self.simulation.run_until(done, until=until, max_callbacks=_COLLECT_EVERY):
                 gc.collect()
@@ -267,7 +271,7 @@ class World:
         """Number of ended requests."""
         return len(self.results) - self._num_unfinished
 
-    def finish(self) -> bool:
+    def run_all_requests(self) -> bool:
         """Let time pass until all requests have ended. False: some have not ended `request_timeout_s` after the last
         one was sent."""
         while self._next is not None:
@@ -283,9 +287,9 @@ class World:
         spec, begun = result.spec, self.simulation.now
         routers = self.open_routers()
         router = routers[result.number % len(routers)]
-        num_processes, was_up = router.num_processes, router.router is not None
+        incarnation, was_up = router.incarnation, router.router is not None
         try:
-            async with asyncio.timeout(spec.leaves_after_s):
+            async with asyncio.timeout(spec.cancel_after_s):
                 if spec.direct is None:
                     await self._ask(result, begun, router)
                 else:
@@ -293,11 +297,11 @@ class World:
         except TimeoutError:
             result.outcome = "left"
         except TransferError as error:
-            result.outcome, result.why = "broken", repr(error)
-        result.crossed = router.is_ending and not result.status
-        result.lost_router = not was_up or result.crossed or router.num_processes != num_processes
-        result.end_s = self.simulation.now - begun
-        result.ends += 1
+            result.outcome, result.reason = "broken", repr(error)
+        result.sent_on_closed_connection = router.is_shutting_down and not result.status
+        result.lost_router = not was_up or result.sent_on_closed_connection or router.incarnation != incarnation
+        result.e2e_s = self.simulation.now - begun
+        result.num_ends += 1
         self._num_unfinished -= 1
         self.simulation.note(f"request {result.number} {result.outcome} {result.status} {result.num_tokens}")
 
@@ -337,10 +341,10 @@ class World:
             call.close()
 
     async def _reuse_transfer_id(
-        self, instance: SimInstance, spec: RequestSpec, transfer_id: str, after_s: float
+        self, instance: SimInstance, spec: RequestSpec, transfer_id: str, delay_s: float
     ) -> None:
         """Reuse the transfer id for a prompt of the same length with other tokens, which may get the same blocks."""
-        await asyncio.sleep(after_s)
+        await asyncio.sleep(delay_s)
         instance.release(transfer_id)
         other = [(token + 1) % self.spec.instance.vocab_size for token in spec.prompt]
         with suppress(TransferError):
@@ -365,17 +369,17 @@ class World:
             await call.begun()
             result.status = call.status
             if call.status != 200:
-                result.outcome, result.why = "refused", (await call.read(2**20)).decode(errors="replace")
+                result.outcome, result.reason = "refused", (await call.read(2**20)).decode(errors="replace")
                 return
-            async for piece in call.pieces():
-                reader.feed(piece)
+            async for chunk in call.chunks():
+                reader.feed(chunk)
             result.outcome = "complete" if reader.is_done else "broken"
         finally:
             call.close()
             del self.simulation.token_times[f"cmpl-{name}"]
             reader.check_tokens()
 
-    def end(self) -> bool:
+    def shut_down(self) -> bool:
         """Shut everything down as signals do. Returns True if all processes have ended."""
         if self._stop_clients is not None:
             self.clients.call_soon(self._stop_clients.set)
@@ -386,7 +390,9 @@ class World:
             if instance.process.is_alive:
                 self.clients.call_soon(instance.stop)
         living = [instance.process for instance in self.instances if instance.process.is_alive]
-        self.run_until(lambda: not (self.network.num_open or any(process.tasks() for process in living)), self.ends_s)
+        self.run_until(
+            lambda: not (self.network.num_open or any(process.tasks() for process in living)), self.max_shutdown_s
+        )
         return not any(process.tasks() for process in living)
 
 
@@ -404,8 +410,8 @@ def _body(spec: RequestSpec, **fields: Any) -> dict[str, Any]:
 
 
 def _choose(instances: Sequence[SimInstance], share: float, role: Role) -> SimInstance:
-    able = [instance for instance in instances if instance.role in (role, "both")]
-    return able[int(share * len(able))]
+    eligible = [instance for instance in instances if instance.role in (role, "both")]
+    return eligible[int(share * len(eligible))]
 
 
 class _Errors(logging.Handler):
@@ -416,7 +422,7 @@ class _Errors(logging.Handler):
         self._world = world
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._world.logged.append(self.format(record))
+        self._world.logged_errors.append(self.format(record))
 
 
 class _Reader:
@@ -432,9 +438,9 @@ class _Reader:
         self._last = 0.0
         self.is_done = False
 
-    def feed(self, piece: bytes) -> None:
+    def feed(self, chunk: bytes) -> None:
         """Read more of the stream."""
-        *events, self._rest = (self._rest + piece).split(b"\n\n")
+        *events, self._rest = (self._rest + chunk).split(b"\n\n")
         for event in events:
             if not event.startswith(b":"):  # a comment, for keep-alive
                 self._take(event.removeprefix(b"data: "))
@@ -442,12 +448,12 @@ class _Reader:
     def _take(self, event: bytes) -> None:
         result, now = self._result, self._world.simulation.now
         if event == b"[DONE]":
-            self.is_done = not result.why and result.num_tokens == result.spec.max_tokens
-            if not (self.is_done or result.why):
-                result.why = f"{result.num_tokens} tokens instead of {result.spec.max_tokens}"
+            self.is_done = not result.reason and result.num_tokens == result.spec.max_tokens
+            if not (self.is_done or result.reason):
+                result.reason = f"{result.num_tokens} tokens instead of {result.spec.max_tokens}"
             return
         if b'"error"' in event[:12]:
-            result.why = event.decode(errors="replace")
+            result.reason = event.decode(errors="replace")
             return
         tokens = [token for choice in _DECODER.decode(event).choices for token in choice.token_ids or ()]
         if not tokens:
@@ -456,11 +462,11 @@ class _Reader:
         if len(tokens) > 1 and self._times and len(self._times[0][1]) == len(tokens):
             left, computed = self._times.popleft()  # each would have arrived earlier by the time since it was computed
             arrivals = [max(self._last, now - (left - computed_at)) for computed_at in computed]
-        if result.first_s is None:
-            result.first_s = arrivals[0] - self._begun
+        if result.ttft_s is None:
+            result.ttft_s = arrivals[0] - self._begun
         else:
-            self._world.gaps_s.append(arrivals[0] - self._last)
-        self._world.gaps_s.extend(map(sub, arrivals[1:], arrivals))
+            self._world.itl_s.append(arrivals[0] - self._last)
+        self._world.itl_s.extend(map(sub, arrivals[1:], arrivals))
         self._last = arrivals[-1]
         self._tokens += tokens
         result.num_tokens += len(tokens)
@@ -470,11 +476,11 @@ class _Reader:
         spec, instance = self._result.spec, self._world.spec.instance
         number = len(self._tokens)
         if instance.has_contents:
-            right = expected_tokens(spec.prompt, spec.seed, number, instance.vocab_size, instance.num_layers)
+            expected = expected_tokens(spec.prompt, spec.seed, number, instance.vocab_size, instance.num_layers)
         else:
             positions = range(len(spec.prompt), len(spec.prompt) + number)
-            right = [counted_token(spec.seed, position, instance.vocab_size) for position in positions]
-        self._result.is_right = self._tokens == right and number <= spec.max_tokens
+            expected = [counted_token(spec.seed, position, instance.vocab_size) for position in positions]
+        self._result.has_expected_tokens = self._tokens == expected and number <= spec.max_tokens
 
 
 _DECODER = msgspec.json.Decoder(Completion)

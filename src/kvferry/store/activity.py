@@ -11,7 +11,7 @@ from threading import Lock
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Changes:
 class StoreActivity:
     """Counters and changes of one store. Its methods may be called on any thread."""
 
-    def __init__(self, medium: str, warn_every_s: float = 10.0) -> None:
+    def __init__(self, medium: str, warning_interval_s: float = 10.0) -> None:
         self.medium = medium
         self.is_watched = False
-        self._warn_every_s = warn_every_s
+        self._warning_interval_s = warning_interval_s
         self._counts: Counter[str] = Counter()
         self._lock = Lock()
-        self._last_warning = -warn_every_s
+        self._last_warning = -warning_interval_s
         self._changed: dict[BlockHash, bool] = {}
         """Changed blocks; the value is true if the block is stored now."""
 
@@ -68,11 +68,11 @@ class StoreActivity:
         return [Changes(self.medium, stored, removed)] if changed else []
 
     def warn_full(self, error: Exception) -> None:
-        """Log that there is no room, at most once in `warn_every_s` seconds."""
+        """Log that there is no room, at most once in `warning_interval_s` seconds."""
         now = SYSTEM_CLOCK.monotonic()
-        if now - self._last_warning > self._warn_every_s:
+        if now - self._last_warning > self._warning_interval_s:
             self._last_warning = now
-            log.warning("blocks are not kept: %s", error)
+            logger.warning("blocks are not kept: %s", error)
 
     def _record(self, hashes: Iterable[BlockHash], is_stored: bool) -> None:
         if self.is_watched:

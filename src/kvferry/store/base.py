@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -38,14 +38,14 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Read:
+class BlockRead:
     """A block to read: `into` has one writable view for each layer, of `KVLayout.span_bytes` bytes."""
 
     block_hash: BlockHash
     into: LayerViews
 
 
-class Put(Enum):
+class PutResult(Enum):
     """The result for a block that was to be stored."""
 
     STORED = "stored"
@@ -55,9 +55,13 @@ class Put(Enum):
     """The block was not stored: there is no room for it, the store is unreachable, or the call was cancelled."""
 
 
+Read, Put = BlockRead, PutResult
+"""Deprecated names of `BlockRead` and `PutResult`."""
+
+
 class StoreFull(StoreError):
     """A block was not stored because there is no room, although the store works. Raised and handled within a store,
-    which answers `Put.DROPPED`."""
+    which answers `PutResult.DROPPED`."""
 
 
 StoreBytes = Annotated[int, msgspec.Meta(gt=0, le=MAX_BYTES - 1)]
@@ -103,9 +107,14 @@ class KVStore(ABC):
     options_type: ClassVar[type[StoreOptions]] = StoreOptions
     medium: ClassVar[str] = "STORAGE"
     """Where the blocks are, as KV events name it: "CPU" or "STORAGE"."""
-    ends_calls: ClassVar[bool] = False
+    cancels_at_once: ClassVar[bool] = False
     """True if a cancelled call ends at once and no longer uses the caller's memory, even if the medium hangs. The calls
     of other stores may hang or block their loop: they run on a separate loop, with copies of the caller's memory."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Accept `ends_calls`, the deprecated name of `cancels_at_once`."""
+        super().__init_subclass__(**arguments)
+        cls.cancels_at_once = cls.__dict__.get("ends_calls", cls.cancels_at_once)
 
     def __init__(self, location: str, options: StoreOptions, layout: KVLayout, machine: Machine = MACHINE) -> None:
         """Does not open the store. `location`: the part of the URL between the scheme and the `?`. `machine`: the
@@ -126,12 +135,12 @@ class KVStore(ABC):
         of them damaged."""
 
     @abstractmethod
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """Read blocks directly into `Read.into`. Returns one value for each of `reads`; False: the block is not stored
-        or did not verify, and its `into` has arbitrary bytes."""
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
+        """Read blocks directly into `BlockRead.into`. Returns one value for each of `reads`; False: the block is not
+        stored or did not verify, and its `into` has arbitrary bytes."""
 
     @abstractmethod
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         """Store blocks. Returns the result for each. A block that is only partly written is never found, even if this
         process is killed."""
 

@@ -135,8 +135,8 @@ class Disk:
     def is_readable(self, path: str) -> bool:
         """True if this process may read the file. Raises `FileNotFoundError`."""
         status = os.stat(path)  # noqa: PTH116 - see above
-        own = status.st_uid == os.geteuid() and bool(status.st_mode & stat.S_IRUSR)
-        return own or os.access(path, os.R_OK, effective_ids=True)
+        is_owned = status.st_uid == os.geteuid() and bool(status.st_mode & stat.S_IRUSR)
+        return is_owned or os.access(path, os.R_OK, effective_ids=True)
 
     def exists(self, path: str) -> bool:
         """True if the file exists. Never raises."""

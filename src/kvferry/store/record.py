@@ -89,7 +89,7 @@ class RecordFormat:
         return self.header_bytes + sum(self._limits)
 
     def encode(self, block_hash: BlockHash, layers: LayerViews) -> list[memoryview]:
-        """The record, in pieces; the pieces of the payload may be `layers` themselves."""
+        """The record, as buffers; the ones with the payload may be `layers` themselves."""
         assert tuple(len(layer) for layer in layers) == self._span_sizes, "not a block of this layout"
         spans = [memoryview(self.codec.encode(span, layer)) for layer, span in enumerate(layers)]
         head = self._head(block_hash, sum(len(span) for span in spans))

@@ -84,8 +84,8 @@ class StoreSpec:
 
 def find_store(text: str) -> StoreSpec:
     """The store that a URL names. Raises `ConfigError` for mistakes in the URL."""
-    is_ours = text.partition(":")[0] in EXTENSIONS.table
-    url = parse_store_url(text, frozenset(EXTENSIONS.table if is_ours else EXTENSIONS.names()))
+    is_builtin = text.partition(":")[0] in EXTENSIONS.table
+    url = parse_store_url(text, frozenset(EXTENSIONS.table if is_builtin else EXTENSIONS.names()))
     kind: type[KVStore] = EXTENSIONS.find(url.scheme, KVStore)
     options = read_options(url, kind.options_type)
     _check_common(url, options)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from kvferry.core.errors import StoreError
 from kvferry.core.runtime.threads import Thread
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -27,7 +27,7 @@ class Stop:
     def __init__(self) -> None:
         self._lock, self._requested = threading.Lock(), False
 
-    def now(self) -> None:
+    def request(self) -> None:
         """Ask the function to stop. After this has returned, `write` does not write any more."""
         with self._lock:
             self._requested = True
@@ -52,7 +52,7 @@ class ThreadCall:
     def __init__(self, function: Callable[[Stop], Any]) -> None:
         self.function, self.stop = function, Stop()
         self.future: Future[Any] = Future()
-        self.is_over = self.is_left = False
+        self.is_done = self.is_abandoned = False
 
     def make(self) -> None:
         """Call the function, unless the caller has stopped waiting."""
@@ -66,16 +66,16 @@ class ThreadCall:
 
 class Threads:
     """At most `number` threads for calls that are awaited. Threads are started when they are needed; their names begin
-    with `name`. While `max_left` threads are abandoned in calls, no other call is made."""
+    with `name`. While `max_abandoned` threads are abandoned in calls, no other call is made."""
 
     close_s = 2.0
     """Maximum seconds that `close` waits for running calls."""
 
-    def __init__(self, number: int, name: str, max_left: int = 16) -> None:
-        self._number, self._name, self._max_left = number, name, max_left
-        self._changed = threading.Condition()
+    def __init__(self, number: int, name: str, max_abandoned: int = 16) -> None:
+        self._number, self._name, self._max_abandoned = number, name, max_abandoned
+        self._condition = threading.Condition()
         self._calls: deque[ThreadCall] = deque()
-        self._num_threads = self._num_idle = self._num_left = 0
+        self._num_threads = self._num_idle = self._num_abandoned = 0
         self._is_closed = False
 
     async def run(self, function: Callable[[Stop], Result]) -> Result:
@@ -83,7 +83,7 @@ class Threads:
         the caller's memory by `Stop.write` only, and may read the memory until it ends. Raises `StoreError` if too many
         calls do not return, and the exceptions of the function."""
         call = ThreadCall(function)
-        with self._changed:
+        with self._condition:
             self._require_open()
             self._calls.append(call)
             self._wake()
@@ -91,64 +91,64 @@ class Threads:
             result: Result = await asyncio.wrap_future(call.future)
             return result
         except asyncio.CancelledError:
-            self._leave(call)
+            self._abandon(call)
             raise
 
     def close(self) -> None:
         """Accept no further calls, and end the threads when all calls have returned, or after `close_s` seconds."""
-        with self._changed:
+        with self._condition:
             self._is_closed = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._num_threads <= self._num_left, self.close_s)
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self._num_threads <= self._num_abandoned, self.close_s)
             while self._calls:
                 self._calls.popleft().future.cancel()
             if self._num_threads:
-                log.warning("%d calls of a store do not return; their threads are left behind", self._num_threads)
+                logger.warning("%d calls of a store do not return; their threads are left behind", self._num_threads)
 
     def _require_open(self) -> None:
         """Raise `StoreError` if no further call may be made."""
-        if self._is_closed or self._num_left >= self._max_left:
-            state = "is closed" if self._is_closed else f"has {self._num_left} calls that do not return"
+        if self._is_closed or self._num_abandoned >= self._max_abandoned:
+            state = "is closed" if self._is_closed else f"has {self._num_abandoned} calls that do not return"
             raise StoreError(f"the store {state}")
 
     def _wake(self) -> None:
         """Wake or start a thread for the newest call."""
         if len(self._calls) <= self._num_idle:
-            self._changed.notify()
-        elif self._num_threads - self._num_left < self._number:
+            self._condition.notify()
+        elif self._num_threads - self._num_abandoned < self._number:
             self._num_threads += 1
             Thread(self._work, name=self._name).start()
 
-    def _leave(self, call: ThreadCall) -> None:
-        call.stop.now()
-        with self._changed:
+    def _abandon(self, call: ThreadCall) -> None:
+        call.stop.request()
+        with self._condition:
             if call in self._calls:
                 self._calls.remove(call)
-            elif not call.is_over:
-                call.is_left = True
-                self._num_left += 1
+            elif not call.is_done:
+                call.is_abandoned = True
+                self._num_abandoned += 1
                 if self._calls:
                     self._wake()
 
     def _work(self) -> None:
         while (call := self._next()) is not None:
             call.make()
-            with self._changed:
-                call.is_over = True
-                self._num_left -= call.is_left
+            with self._condition:
+                call.is_done = True
+                self._num_abandoned -= call.is_abandoned
 
     def _next(self) -> ThreadCall | None:
         """The next call; None: the thread is no longer needed."""
-        with self._changed:
+        with self._condition:
             self._num_idle += 1
-            self._changed.wait_for(lambda: self._calls or self._is_closed or self._has_excess_thread)
+            self._condition.wait_for(lambda: self._calls or self._is_closed or self._has_excess_thread)
             self._num_idle -= 1
             if self._calls and not self._has_excess_thread:
                 return self._calls.popleft()
             self._num_threads -= 1
-            self._changed.notify_all()
+            self._condition.notify_all()
             return None
 
     @property
     def _has_excess_thread(self) -> bool:
-        return self._num_threads - self._num_left > self._number
+        return self._num_threads - self._num_abandoned > self._number

@@ -175,8 +175,8 @@ def pin_entry(entry: Entry, pinned: bool, count: int) -> None:
         else:
             mark.unlink(missing_ok=True)
     except OSError as error:
-        what = "pin" if pinned else "unpin"
-        raise StoreError(f"cannot {what} {entry.path}, after {count} blocks: {error.strerror}") from error
+        action = "pin" if pinned else "unpin"
+        raise StoreError(f"cannot {action} {entry.path}, after {count} blocks: {error.strerror}") from error
 
 
 def remove(root: Path, prefix: str, *, pinned_too: bool = False) -> int:

@@ -84,8 +84,8 @@ class Programs:
 
     def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
         """The program that the name selects."""
-        what = name.partition("-")[0]
-        return ProcessSpec(name, (sys.executable, "-c", PROGRAM, what, name, str(self.ends)))
+        kind = name.partition("-")[0]
+        return ProcessSpec(name, (sys.executable, "-c", PROGRAM, kind, name, str(self.ends)))
 
     def router_member(self, name: str, group: RouterGroup) -> ProcessSpec:
         """The program of a router, built like an instance's."""
@@ -98,7 +98,7 @@ class NullWatcher:
     def line(self, name: str, text: str) -> None:
         """Ignore a line of a log."""
 
-    def progress(self, name: str, what: str, fraction: float) -> None:
+    def progress(self, name: str, phase: str, fraction: float) -> None:
         """Ignore the progress of a start."""
 
     def ready(self, name: str, url: str) -> None:

@@ -52,12 +52,12 @@ def to_numbers(span: bytes, dtype: str) -> NDArray[np.float32]:
 
 
 class CodecContract:
-    """Set `codec` in a subclass, as in a store's URL. `worst`: the maximum error of a lossy codec, as a share of the
-    largest absolute value of the layer."""
+    """Set `codec` in a subclass, as in a store's URL. `max_error`: the maximum error of a lossy codec, as a share of
+    the largest absolute value of the layer."""
 
     codec: ClassVar[str]
     dtypes: ClassVar[Sequence[str]] = ("bfloat16", "float32")
-    worst: ClassVar[float] = 0.1
+    max_error: ClassVar[float] = 0.1
 
     @pytest.fixture
     def name(self) -> str:
@@ -79,11 +79,11 @@ class CodecContract:
     @pytest.mark.parametrize("seed", range(8))
     def test_any_bytes_go_through_and_lossless_gives_the_same_bits(self, name: str, seed: int) -> None:
         """Random bytes contain every kind of number: NaN, infinities and subnormal numbers too."""
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         for layout in self.layouts():
             codec = make_codec(name, layout)
             for layer in range(layout.num_layers):
-                pattern = dice.randbytes(dice.choice([1, 2, 7, 64, 4096]))
+                pattern = rng.randbytes(rng.choice([1, 2, 7, 64, 4096]))
                 span = (pattern * layout.span_bytes(layer))[: layout.span_bytes(layer)]
                 decoded = round_trip(codec, span, layer)
                 assert decoded == span or not codec.lossless
@@ -101,19 +101,19 @@ class CodecContract:
                 exact = to_numbers(span, layout.dtype)
                 decoded = to_numbers(round_trip(codec, span, layer), layout.dtype)
                 assert np.isfinite(decoded).all()
-                assert np.abs(decoded - exact).max() <= self.worst * np.abs(exact).max()
+                assert np.abs(decoded - exact).max() <= self.max_error * np.abs(exact).max()
 
     @pytest.mark.parametrize("seed", range(20))
     def test_forged_bytes_are_refused_or_decoded_and_nothing_else(self, name: str, seed: int) -> None:
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         for layout in self.layouts():
-            codec, layer = make_codec(name, layout), dice.randrange(layout.num_layers)
+            codec, layer = make_codec(name, layout), rng.randrange(layout.num_layers)
             size = layout.span_bytes(layer)
-            forged = bytearray(codec.encode(memoryview(dice.randbytes(size)), layer))
-            for _ in range(dice.randrange(1, 5)):
-                forged[dice.randrange(min(41, len(forged)))] = dice.randrange(256)
+            forged = bytearray(codec.encode(memoryview(rng.randbytes(size)), layer))
+            for _ in range(rng.randrange(1, 5)):
+                forged[rng.randrange(min(41, len(forged)))] = rng.randrange(256)
             content = bytes(forged)
-            for attempt in (content, content[:-1], b"", content + b"x", dice.randbytes(dice.randrange(300))):
+            for attempt in (content, content[:-1], b"", content + b"x", rng.randbytes(rng.randrange(300))):
                 buffer = bytearray(b"\xaa" * (size + 16))
                 with suppress(CodecError):
                     codec.decode(memoryview(attempt), layer, memoryview(buffer)[8 : 8 + size])

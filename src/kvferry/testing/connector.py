@@ -139,7 +139,7 @@ class EnginePair:
         loads.append(self._loads().since(before))
 
     def _loads(self) -> DecodeLoads:
-        external = self.decode.statistics().external
+        external = self.decode.statistics().external_kv
         return DecodeLoads(external.num_external_hits, external.num_load_failures)
 
     def add(self, engine: Engine, name: str, prompt: list[int], hand_off: HandOff = None) -> None:
@@ -189,11 +189,11 @@ class EnginePair:
         for output in engine.step():
             self.outputs[output.request_id].append(output)
 
-    def step_until(self, condition: Callable[[], bool], what: str) -> None:
+    def step_until(self, condition: Callable[[], bool], event: str) -> None:
         """Step all engines until the condition holds. Fails after a deadline that no healthy connector comes near."""
         deadline = SYSTEM_CLOCK.monotonic() + self.deadline_s
         while not condition():
-            assert SYSTEM_CLOCK.monotonic() < deadline, f"waited {self.deadline_s:g} s for {what}"
+            assert SYSTEM_CLOCK.monotonic() < deadline, f"waited {self.deadline_s:g} s for {event}"
             for engine in self._engines:
                 self.step(engine)
             self._require_that_counters_grow()
@@ -326,10 +326,10 @@ class CacheContract(ConnectorContract):
         """Have the engine answer the prompt repeatedly until all of it is stored."""
         usable = _usable(prompt)
         for attempt in range(200):
-            before = pair.decode.statistics().external.num_external_hits
+            before = pair.decode.statistics().external_kv.num_external_hits
             with pair.may_load():
                 self._answer(pair, f"again-{attempt}-{prompt[0]}-{len(prompt)}", prompt)
-            if pair.decode.statistics().external.num_external_hits - before == len(usable):
+            if pair.decode.statistics().external_kv.num_external_hits - before == len(usable):
                 return
             pair.settle()
         raise AssertionError("the KV of a prompt never came back")

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvferry.store.eviction.base import EvictionPolicy, Key
+from kvferry.store.eviction.base import BlockKey, EvictionPolicy
 from kvferry.store.eviction.guarded import GuardedPolicy
 from kvferry.store.eviction.table import make_eviction_policy
 
 CAPACITY = 6
-PROMPTS: list[list[Key]] = [
+PROMPTS: list[list[BlockKey]] = [
     ["system", "a1", "a2", "a3", "a4"],
     ["system", "a1", "a2", "b3"],
     ["system", "c1", "c2", "c3", "c4", "c5", "c6", "c7"],
@@ -38,17 +38,17 @@ Event = tuple[str, Any]
 
 def random_events(seed: int, num_events: int = 120) -> list[Event]:
     """Events in a random order."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
 
     def random_event() -> Event:
-        match dice.choice(["request", "request", "finish", "wait", "key", "key"]):
+        match rng.choice(["request", "request", "finish", "wait", "key", "key"]):
             case "request":
-                return "request", dice.choice(PROMPTS)
+                return "request", rng.choice(PROMPTS)
             case "finish":
-                return "finish", (dice.choice(PROMPTS), dice.randrange(10**6))
+                return "finish", (rng.choice(PROMPTS), rng.randrange(10**6))
             case "wait":
-                return "wait", dice.choice(WAITS_S)
-        return dice.choice(["pin", "unpin", "remove", "access", "evict", "insert"]), dice.choice(KEYS)
+                return "wait", rng.choice(WAITS_S)
+        return rng.choice(["pin", "unpin", "remove", "access", "evict", "insert"]), rng.choice(KEYS)
 
     return [random_event() for _ in range(num_events)]
 
@@ -58,18 +58,18 @@ class EvictionDriver:
 
     def __init__(self, policy: EvictionPolicy | GuardedPolicy) -> None:
         self.policy, self.now = policy, 0.0
-        self.kept: set[Key] = set()
-        self.pins: Counter[Key] = Counter()
-        self.victims: list[Key | None] = []
+        self.cached: set[BlockKey] = set()
+        self.pins: Counter[BlockKey] = Counter()
+        self.victims: list[BlockKey | None] = []
 
     def run(self, events: list[Event]) -> None:
         """Apply the events. Fails when the policy's accounting differs."""
         for method, argument in events:
             getattr(self, method)(argument)
-            assert set(filter(self.policy.__contains__, KEYS)) == self.kept
-            assert len(self.policy) == len(self.kept) <= CAPACITY
+            assert set(filter(self.policy.__contains__, KEYS)) == self.cached
+            assert len(self.policy) == len(self.cached) <= CAPACITY
 
-    def request(self, prompt: list[Key]) -> None:
+    def request(self, prompt: list[BlockKey]) -> None:
         """Look up or add the blocks of a prompt."""
         for index, key in enumerate(prompt):
             if key in self.policy:
@@ -77,43 +77,43 @@ class EvictionDriver:
             else:
                 self.insert(key, prompt[index - 1] if index else None)
 
-    def insert(self, key: Key, parent: Key | None = None) -> None:
+    def insert(self, key: BlockKey, parent: BlockKey | None = None) -> None:
         """Add a block, if there is space for it."""
-        if key not in self.kept and len(self.kept) == CAPACITY and self.evict() is None:
+        if key not in self.cached and len(self.cached) == CAPACITY and self.evict() is None:
             return
         self.policy.insert(key, self.now, parent)
-        self.kept.add(key)
+        self.cached.add(key)
 
-    def access(self, key: Key) -> None:
+    def access(self, key: BlockKey) -> None:
         """Use a block."""
         self.policy.access(key, self.now)
 
-    def evict(self, _: object = None) -> Key | None:
+    def evict(self, _: object = None) -> BlockKey | None:
         """Evict a block: one that is not pinned, if there is one."""
         victim = self.policy.evict(self.now)
         self.victims.append(victim)
-        free = {key for key in self.kept if not self.pins[key]}
+        free = {key for key in self.cached if not self.pins[key]}
         assert victim in free if free else victim is None
-        self.kept.discard(victim)
+        self.cached.discard(victim)
         return victim
 
-    def pin(self, key: Key) -> None:
+    def pin(self, key: BlockKey) -> None:
         """Pin a block."""
         self.policy.pin(key)
-        self.pins[key] += key in self.kept
+        self.pins[key] += key in self.cached
 
-    def unpin(self, key: Key) -> None:
+    def unpin(self, key: BlockKey) -> None:
         """Undo one `pin`."""
         self.policy.unpin(key, self.now)
         self.pins[key] -= self.pins[key] > 0
 
-    def remove(self, key: Key) -> None:
+    def remove(self, key: BlockKey) -> None:
         """Delete a block."""
         self.policy.remove(key)
-        self.kept.discard(key)
+        self.cached.discard(key)
         del self.pins[key]
 
-    def finish(self, answer: tuple[list[Key], int]) -> None:
+    def finish(self, answer: tuple[list[BlockKey], int]) -> None:
         """Record that a request has its answer."""
         self.policy.finish(answer[0], answer[1], self.now)
 

@@ -75,28 +75,28 @@ class Pair:
         layout: KVLayout | None = None,
     ) -> None:
         layout = layout or make_layout()
-        self.ours, self.theirs = BlockRegion(layout, num_blocks), BlockRegion(layout, num_blocks)
+        self.local, self.remote = BlockRegion(layout, num_blocks), BlockRegion(layout, num_blocks)
         self.refill()
-        self.reader, self.source = (Node(region, options, tls=tls) for region in (self.ours, self.theirs))
+        self.reader, self.source = (Node(region, options, tls=tls) for region in (self.local, self.remote))
 
     def refill(self) -> None:
         """Fill each side with other bytes."""
-        self.ours.fill(1)
-        self.theirs.fill(2)
+        self.local.fill(1)
+        self.remote.fill(2)
 
     async def connect(self) -> FabricPeer:
         """Connect as the instance that reads."""
-        [ours], [theirs] = self.reader.fabrics, self.source.fabrics
-        assert ours.reachable(theirs.describe())
-        return await ours.connect(theirs.describe(), soon())
+        [reading], [serving] = self.reader.fabrics, self.source.fabrics
+        assert reading.reachable(serving.describe())
+        return await reading.connect(serving.describe(), soon())
 
     def close(self) -> None:
         """Close both in parallel: some fabrics take a second."""
         with ThreadPoolExecutor() as pool:
             for node in (self.reader, self.source):
                 pool.submit(node.close)
-        self.ours.close()
-        self.theirs.close()
+        self.local.close()
+        self.remote.close()
 
 
 class FabricContract:
@@ -144,88 +144,88 @@ class FabricContract:
 
     async def test_blocks_arrive_where_they_belong(self, pair: Pair) -> None:
         peer = await pair.connect()
-        before = pair.ours.bytes.copy()
-        remote = [*pair.theirs.memory.spans(0, [4, 5, 1]), *pair.theirs.memory.spans(2, [7])]
-        local = [*pair.ours.memory.spans(0, [2, 9, 10]), *pair.ours.memory.spans(2, [0])]
+        before = pair.local.bytes.copy()
+        remote = [*pair.remote.memory.spans(0, [4, 5, 1]), *pair.remote.memory.spans(2, [7])]
+        local = [*pair.local.memory.spans(0, [2, 9, 10]), *pair.local.memory.spans(2, [0])]
         await peer.read(remote, local, soon())
-        assert pair.ours.block(0, 2) == pair.theirs.block(0, 4)
-        assert pair.ours.block(0, 9) == pair.theirs.block(0, 5)
-        assert pair.ours.block(0, 10) == pair.theirs.block(0, 1)
-        assert pair.ours.block(2, 0) == pair.theirs.block(2, 7)
+        assert pair.local.block(0, 2) == pair.remote.block(0, 4)
+        assert pair.local.block(0, 9) == pair.remote.block(0, 5)
+        assert pair.local.block(0, 10) == pair.remote.block(0, 1)
+        assert pair.local.block(2, 0) == pair.remote.block(2, 7)
         for offset, length in local:
-            before[offset : offset + length] = pair.ours.bytes[offset : offset + length]
-        assert (before == pair.ours.bytes).all(), "nothing else was written"
+            before[offset : offset + length] = pair.local.bytes[offset : offset + length]
+        assert (before == pair.local.bytes).all(), "nothing else was written"
         await peer.close()
 
     async def test_span_lists_may_be_cut_differently(self, pair: Pair) -> None:
         peer = await pair.connect()
         await peer.read([(10, 5), (100, 25)], [(0, 20), (40, 3), (43, 7)], soon())
-        expected = pair.theirs.bytes[[*range(10, 15), *range(100, 125)]]
-        assert (pair.ours.bytes[[*range(20), *range(40, 50)]] == expected).all()
+        expected = pair.remote.bytes[[*range(10, 15), *range(100, 125)]]
+        assert (pair.local.bytes[[*range(20), *range(40, 50)]] == expected).all()
         await peer.read([], [], soon())
         await peer.close()
 
     async def test_many_reads_at_once(self, pair: Pair) -> None:
         peer = await pair.connect()
-        spans = [pair.ours.memory.spans(layer, [block]) for layer in range(3) for block in range(16)]
+        spans = [pair.local.memory.spans(layer, [block]) for layer in range(3) for block in range(16)]
         async with asyncio.TaskGroup() as group:
             for span in spans:
                 group.create_task(peer.read(span, span, soon()))
-        assert (pair.ours.bytes == pair.theirs.bytes).all()
+        assert (pair.local.bytes == pair.remote.bytes).all()
         await peer.close()
 
     @pytest.mark.parametrize("span", [(-1, 4), (0, 0), (0, -4), (2**40, 4), (0, 2**40), (2**62, 2**62)])
     async def test_spans_outside_of_the_peer_s_region_are_refused(self, pair: Pair, span: tuple[int, int]) -> None:
         peer = await pair.connect()
-        before = pair.ours.bytes.copy()
+        before = pair.local.bytes.copy()
         with pytest.raises(ProtocolError, match=r"region|cannot fill"):
             await peer.read([span], [(0, max(1, min(span[1], 4)))], soon())
-        size = pair.theirs.memory.num_bytes
+        size = pair.remote.memory.num_bytes
         with pytest.raises(ProtocolError, match="region"):
             await peer.read([(size - 3, 4)], [(0, 4)], soon())
-        assert (before == pair.ours.bytes).all()
+        assert (before == pair.local.bytes).all()
         await peer.read([(8, 4)], [(0, 4)], soon())
-        assert (pair.ours.bytes[:4] == pair.theirs.bytes[8:12]).all(), "the connection lives on"
+        assert (pair.local.bytes[:4] == pair.remote.bytes[8:12]).all(), "the connection lives on"
         await peer.close()
 
     async def test_spans_outside_of_our_region_are_refused(self, pair: Pair) -> None:
         peer = await pair.connect()
         with pytest.raises(ProtocolError, match="own region"):
-            await peer.read([(0, 4)], [(pair.ours.memory.num_bytes - 3, 4)], soon())
+            await peer.read([(0, 4)], [(pair.local.memory.num_bytes - 3, 4)], soon())
         with pytest.raises(ProtocolError, match="cannot fill"):
             await peer.read([(0, 4)], [(0, 5)], soon())
         await peer.close()
 
     async def test_large_reads_arrive_whole(self, big: Pair) -> None:
         peer = await big.connect()
-        await peer.read(everything(big.theirs), everything(big.ours), soon(60))
-        assert (big.ours.bytes == big.theirs.bytes).all()
+        await peer.read(everything(big.remote), everything(big.local), soon(60))
+        assert (big.local.bytes == big.remote.bytes).all()
         await peer.close()
 
     async def test_a_read_given_up_writes_nothing_more(self, big: Pair) -> None:
         peer = await big.connect()
-        reading = asyncio.create_task(peer.read(everything(big.theirs), everything(big.ours), soon(60)))
-        await until(lambda: bool((big.ours.bytes[:8] == big.theirs.bytes[:8]).all()))
+        reading = asyncio.create_task(peer.read(everything(big.remote), everything(big.local), soon(60)))
+        await until(lambda: bool((big.local.bytes[:8] == big.remote.bytes[:8]).all()))
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        big.ours.bytes[:] = 77
-        half = big.ours.memory.num_bytes // 2
+        big.local.bytes[:] = 77
+        half = big.local.memory.num_bytes // 2
         await peer.read([(0, 64)], [(half, 64)], soon(60))
-        assert (big.ours.bytes[half : half + 64] == big.theirs.bytes[:64]).all(), "later reads are right"
-        big.ours.bytes[half : half + 64] = 77
-        assert (big.ours.bytes == 77).all()
+        assert (big.local.bytes[half : half + 64] == big.remote.bytes[:64]).all(), "later reads are right"
+        big.local.bytes[half : half + 64] = 77
+        assert (big.local.bytes == 77).all()
         await peer.close()
 
     async def test_the_deadline_ends_a_read(self, big: Pair) -> None:
         peer = await big.connect()
         with pytest.raises(TransferTimeout):
-            await peer.read(everything(big.theirs), everything(big.ours), soon(0.0))
+            await peer.read(everything(big.remote), everything(big.local), soon(0.0))
         await peer.close()
 
     async def test_closing_ends_reads_under_way(self, big: Pair) -> None:
         peer = await big.connect()
-        reading = asyncio.create_task(peer.read(everything(big.theirs), everything(big.ours), soon(60)))
+        reading = asyncio.create_task(peer.read(everything(big.remote), everything(big.local), soon(60)))
         await asyncio.sleep(0)
         await peer.close()
         with pytest.raises(PeerLost):
@@ -244,7 +244,7 @@ class FabricContract:
         pair = self.make_pair()
         description = pair.source.fabrics[0].describe()
         pair.source.close()
-        pair.theirs.close()
+        pair.remote.close()
         with pytest.raises(PeerLost):
             await pair.reader.fabrics[0].connect(description, soon())
         pair.close()

@@ -72,8 +72,8 @@ class LookupBufferContract:
     async def test_what_is_inserted_arrives(self, ends: BufferEnds) -> None:
         ends.produce("k", [4, 2, 9])
         taken = await ends.fetch("k", [7, 8, 0])
-        assert (taken.meta, taken.num_bytes) == (b"meta", 3 * ends.theirs.memory.layout.block_bytes)
-        assert ends.ours.blocks([7, 8, 0]) == ends.theirs.blocks([4, 2, 9])
+        assert (taken.meta, taken.num_bytes) == (b"meta", 3 * ends.remote.memory.layout.block_bytes)
+        assert ends.local.blocks([7, 8, 0]) == ends.remote.blocks([4, 2, 9])
         await ends.until_ended("k", "taken")
 
     async def test_the_meta_is_known_with_the_seal(self, ends: BufferEnds) -> None:
@@ -88,7 +88,7 @@ class LookupBufferContract:
             ends.produce(key, [block])
         for key, block in [("c", 3), ("a", 1), ("b", 2)]:
             await ends.fetch(key, [block])
-            assert ends.ours.blocks([block]) == ends.theirs.blocks([block])
+            assert ends.local.blocks([block]) == ends.remote.blocks([block])
 
     async def test_layers_flow_while_the_producer_computes(self, ends: BufferEnds) -> None:
         fetching = ends.fetch("k", [0, 1])
@@ -103,15 +103,15 @@ class LookupBufferContract:
         assert (await fetching).meta == b"meta"
 
     async def test_blocks_that_are_here_already_are_left_alone(self, ends: BufferEnds) -> None:
-        before = ends.ours.blocks([7, 8])
+        before = ends.local.blocks([7, 8])
         ends.producer.table.open("k")
         ends.insert("k", 0, [4])
         ends.insert("k", 1, [2, 9, 3])
         ends.producer.table.seal("k", b"meta")
         taken = await ends.fetch("k", [7, 8, 0, 1], skip_blocks=2)
-        assert ends.ours.blocks([7, 8]) == before
-        assert ends.ours.blocks([0, 1]) == ends.theirs.blocks([9, 3])
-        assert taken.num_bytes == 2 * ends.theirs.memory.layout.block_bytes
+        assert ends.local.blocks([7, 8]) == before
+        assert ends.local.blocks([0, 1]) == ends.remote.blocks([9, 3])
+        assert taken.num_bytes == 2 * ends.remote.memory.layout.block_bytes
 
     async def test_all_blocks_are_here_already(self, ends: BufferEnds) -> None:
         ends.produce("k", [4, 5])
@@ -124,12 +124,12 @@ class LookupBufferContract:
         ends.insert("k", 0, [5, 6])
         await ends.until_arrived(2, 1, 6)
         ends.producer.table.reset("k")
-        ends.theirs.fill(99)
+        ends.remote.fill(99)
         ends.insert("k", 0, [10])
         ends.insert("k", 1, [11])
         ends.producer.table.seal("k", b"again")
         assert (await fetching).meta == b"again"
-        assert ends.ours.blocks([0, 1]) == ends.theirs.blocks([10, 11])
+        assert ends.local.blocks([0, 1]) == ends.remote.blocks([10, 11])
 
     async def test_a_drop_after_everything_was_read_is_no_take(self, ends: BufferEnds) -> None:
         fetching = ends.fetch("k", [0])
@@ -150,8 +150,8 @@ class LookupBufferContract:
         ]
         results = await asyncio.gather(*fetches, return_exceptions=True)
         assert [type(result) for result in results if not isinstance(result, Taken)] == [LeaseEnded]
-        winner = ends.ours if isinstance(results[0], Taken) else region
-        assert winner.blocks([0]) == ends.theirs.blocks([4])
+        winner = ends.local if isinstance(results[0], Taken) else region
+        assert winner.blocks([0]) == ends.remote.blocks([4])
 
     async def test_too_late(self, ends: BufferEnds) -> None:
         ends.produce("k", [4])
@@ -187,9 +187,9 @@ class LookupBufferContract:
         giving_up.cancel()
         await asyncio.gather(giving_up, return_exceptions=True)
         ends.producer.table.seal("k", b"meta")
-        ends.ours.fill(3)
+        ends.local.fill(3)
         await ends.fetch("k", [1])
-        assert ends.ours.blocks([1]) == ends.theirs.blocks([4])
+        assert ends.local.blocks([1]) == ends.remote.blocks([4])
 
     async def test_a_release_ends_the_lease_at_once(self, ends: BufferEnds) -> None:
         ends.produce("k", [4])
@@ -226,11 +226,11 @@ class LookupBufferContract:
         ends.producer.table.drop("k")
 
     async def test_more_blocks_than_expected_are_not_written_anywhere(self, ends: BufferEnds) -> None:
-        before = ends.ours.bytes.copy()
+        before = ends.local.bytes.copy()
         ends.produce("k", [4, 5, 6])
         with pytest.raises(ProtocolError, match="prompt must be the same"):
             await ends.fetch("k", [0, 1])
-        assert (ends.ours.bytes == before).all()
+        assert (ends.local.bytes == before).all()
         ends.producer.table.drop("k")
 
     async def test_many_at_once(self, ends: BufferEnds) -> None:
@@ -239,7 +239,7 @@ class LookupBufferContract:
             ends.produce(f"k{index}", [15 - index])
         await asyncio.gather(*fetches.values())
         for index in range(BOUNDS.max_keys):
-            assert ends.ours.blocks([index]) == ends.theirs.blocks([15 - index])
+            assert ends.local.blocks([index]) == ends.remote.blocks([15 - index])
 
     async def test_a_producer_on_another_thread(self, ends: BufferEnds) -> None:
         fetching = ends.fetch("k", [0, 1])
@@ -252,7 +252,7 @@ class LookupBufferContract:
 
         await asyncio.to_thread(produce)
         await fetching
-        assert ends.ours.blocks([0, 1]) == ends.theirs.blocks([8, 3])
+        assert ends.local.blocks([0, 1]) == ends.remote.blocks([8, 3])
 
 
 class BufferEnds:
@@ -266,9 +266,9 @@ class BufferEnds:
 
     async def open(self) -> None:
         """Start a producer and a consumer."""
-        self.theirs = self._region(seed=1)
-        self.producer, self.source = await self._start(self.theirs, self.clock)
-        self.ours, self.consumer = await self.another_consumer()
+        self.remote = self._region(seed=1)
+        self.producer, self.source = await self._start(self.remote, self.clock)
+        self.local, self.consumer = await self.another_consumer()
 
     async def another_consumer(self) -> tuple[BlockRegion, LookupBuffer]:
         """A second consumer, with a region of its own."""
@@ -310,9 +310,9 @@ class BufferEnds:
         await until(lambda: self.producer.table.ended([key]) == [key])
         assert self.producer.table.end_reason(key) in reasons
 
-    async def until_arrived(self, layer: int, ours: int, theirs: int) -> None:
+    async def until_arrived(self, layer: int, local: int, remote: int) -> None:
         """Wait until a block of a layer has arrived."""
-        await until(lambda: self.ours.block(layer, ours) == self.theirs.block(layer, theirs))
+        await until(lambda: self.local.block(layer, local) == self.remote.block(layer, remote))
 
 
 @asynccontextmanager

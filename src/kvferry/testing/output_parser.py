@@ -20,7 +20,7 @@ import pytest
 
 from kvferry.core.errors import ConfigError
 from kvferry.engine.parser_names import ParserKind, extension_point
-from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParsedText, ParserContext, Part
+from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParsedOutput, ParsedText, ParserContext
 
 _HOSTILE = (
     "",
@@ -59,10 +59,10 @@ class OutputParserContract:
         parser: OutputParser = parser_class(ParserContext(tools=self.tools))
         return parser
 
-    def read(self, pieces: Iterable[str]) -> tuple[str, str, list[ParsedCall]]:
-        """Content, reasoning and calls of an answer that comes in these pieces."""
+    def read(self, chunks: Iterable[str]) -> tuple[str, str, list[ParsedCall]]:
+        """Content, reasoning and calls of an answer that comes in these chunks."""
         parser = self.make()
-        parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)]
+        parts: list[ParsedOutput] = [part for chunk in chunks for part in parser.feed(chunk)]
         parts += parser.finish()
         texts = {"content": "", "reasoning": ""}
         for part in parts:

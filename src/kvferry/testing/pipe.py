@@ -129,7 +129,7 @@ class PipeContract(FabricContract):
         async def leave(connection: Connection) -> None:
             closed.set()
 
-        listener = Listener(Identity("engine", pair.ours.memory.layout), "secret", tls=self.tls())
+        listener = Listener(Identity("engine", pair.local.memory.layout), "secret", tls=self.tls())
         listener.handle("pull", leave)
         serving = asyncio.create_task(listener.serve())
         with pytest.raises(PeerLost):

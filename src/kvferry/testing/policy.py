@@ -44,24 +44,29 @@ def instances(role: str, number: int) -> list[PolicyInstance]:
     return [PolicyInstance(f"{role}-{index}", InstanceLoad(loads)) for index in range(number)]
 
 
-def prompt(*keys: int, session: str | None = None) -> PromptTraits:
-    """The traits of a prompt of one block of 100 tokens for each of `keys`. Equal keys mean equal blocks."""
-    ends = [100.0 * (index + 1) for index in range(len(keys))]
-    return PromptTraits(num_tokens=100 * len(keys), session=session, prefix=Prefix(keys, ends))
+def prompt_traits(*block_ids: int, session: str | None = None) -> PromptTraits:
+    """The traits of a prompt of one block of 100 tokens for each of `block_ids`. Equal ids mean equal blocks."""
+    ends = [100.0 * (index + 1) for index in range(len(block_ids))]
+    return PromptTraits(num_tokens=100 * len(block_ids), session=session, prefix=Prefix(block_ids, ends))
 
 
 class Fleet:
-    """Prefill and decode instances, a policy, and requests that take no time. `fixed`: the fixed threshold of
-    conditional disaggregation, in tokens; None: it is estimated."""
+    """Prefill and decode instances, a policy, and requests that take no time. `threshold_tokens`: the fixed threshold
+    of conditional disaggregation, in tokens; None: it is estimated."""
 
     def __init__(
-        self, policy: str, num_prefill: int = 2, num_decode: int = 2, *options: str, fixed: int | None = 0
+        self,
+        policy: str,
+        num_prefill: int = 2,
+        num_decode: int = 2,
+        *policy_options: str,
+        threshold_tokens: int | None = 0,
     ) -> None:
         self.clock, self.index, self.estimates = ManualClock(), PrefixIndex(), Estimates()
         self.fleet_plan = SharedFleetPlan()
-        self.threshold = Threshold(self.estimates, self.index, fixed, self.fleet_plan)
+        self.threshold = Threshold(self.estimates, self.index, threshold_tokens, self.fleet_plan)
         context = PolicyContext(self.clock, random.Random(1), self.index, self.estimates, self.threshold)
-        self.policy: Policy = make_policy(policy, context, options)
+        self.policy: Policy = make_policy(policy, context, policy_options)
         self.prefills, self.decodes = instances("prefill", num_prefill), instances("decode", num_decode)
         self.chosen: Counter[str] = Counter()
 
@@ -71,12 +76,12 @@ class Fleet:
         cached = self.index.match(traits.prefix)
         for instance in (choice.prefill, choice.decode):
             if instance is not None:
-                self.index.served(instance, traits.prefix)
+                self.index.record_sent(instance, traits.prefix)
                 self.chosen[instance.name] += 1
         for instance in (choice.prefill, choice.decode):
             if instance is not None:
                 instance.load.add_recent(traits.num_tokens - cached.get(instance, 0), self.clock.now)
-        self.policy.placed(traits, choice)
+        self.policy.on_choice_used(traits, choice)
         return choice
 
 
@@ -95,11 +100,11 @@ class PolicyContract:
 
     def test_both_legs_are_planned_among_present_instances(self) -> None:
         """Instances come and go; without a prefill instance, a decode instance does both."""
-        fleet, chance = self.fleet(3, 3), random.Random(4)
+        fleet, rng = self.fleet(3, 3), random.Random(4)
         for number in range(300):
-            prefills = chance.sample(fleet.prefills, chance.randrange(4))
-            decodes = chance.sample(fleet.decodes, 1 + chance.randrange(3))
-            traits = prompt(0, *range(number, number + chance.randrange(5)), session=chance.choice([None, "a", "b"]))
+            prefills = rng.sample(fleet.prefills, rng.randrange(4))
+            decodes = rng.sample(fleet.decodes, 1 + rng.randrange(3))
+            traits = prompt_traits(0, *range(number, number + rng.randrange(5)), session=rng.choice([None, "a", "b"]))
             choice = fleet.choose(traits, Options(prefills, decodes))
             assert choice.decode in decodes
             assert choice.prefill in prefills if prefills else choice.prefill is None
@@ -115,11 +120,11 @@ class PolicyContract:
             return prefill.name[-1] == decode.name[-1]
 
         for number in range(60):
-            choice = fleet.choose(prompt(0, number), Options(fleet.prefills, fleet.decodes, can_pair=can_pair))
+            choice = fleet.choose(prompt_traits(0, number), Options(fleet.prefills, fleet.decodes, can_pair=can_pair))
             assert choice.prefill is not None
             assert can_pair(choice.prefill, choice.decode)
-        apart = Options(fleet.prefills[:1], fleet.decodes[1:], can_pair=can_pair)
-        choice = fleet.choose(prompt(0, 1), apart)
+        unpairable = Options(fleet.prefills[:1], fleet.decodes[1:], can_pair=can_pair)
+        choice = fleet.choose(prompt_traits(0, 1), unpairable)
         assert (choice.prefill, choice.reason) == (None, "no_pair")
 
     def test_a_shared_first_block_does_not_send_everything_to_one_instance(self) -> None:
@@ -128,7 +133,7 @@ class PolicyContract:
             pytest.skip("not promised by this policy")
         fleet = self.fleet(4, 4)
         for number in range(400):
-            fleet.choose(prompt(0, *range(10 + number * 20, 20 + number * 20)))
+            fleet.choose(prompt_traits(0, *range(10 + number * 20, 20 + number * 20)))
             fleet.clock.advance(1)
         for leg in ("prefill", "decode"):
             counts = [fleet.chosen[f"{leg}-{number}"] for number in range(4)]
@@ -140,7 +145,7 @@ class PolicyContract:
         options = Options(fleet.prefills, fleet.decodes)
         before = [repr(instance.load) for instance in fleet.prefills]
         for number in range(20):
-            fleet.policy.choose(prompt(number), options)
+            fleet.policy.choose(prompt_traits(number), options)
         assert [repr(instance.load) for instance in fleet.prefills] == before
         assert (options.prefills, options.decodes) == (fleet.prefills, fleet.decodes)
 

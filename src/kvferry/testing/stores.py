@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
-from kvferry.store.base import Block, KVStore, LayerStore, Put, Read, SharedStore
+from kvferry.store.base import Block, BlockRead, KVStore, LayerStore, PutResult, SharedStore
 from kvferry.store.table import find_stores
 from kvferry.store.tiered.tiers import TieredStore
 
@@ -48,13 +48,13 @@ def block_of(index: int, layout: KVLayout = LAYOUT) -> Block:
     return Block(name_of(index), layers, name_of(index - 1) if index else None)
 
 
-def read_of(index: int, layout: KVLayout = LAYOUT) -> Read:
+def read_of(index: int, layout: KVLayout = LAYOUT) -> BlockRead:
     """A read of a block into a buffer with other content."""
     sizes = [layout.span_bytes(layer) for layer in range(layout.num_layers)]
-    return Read(name_of(index), [memoryview(bytearray(b"?" * size)) for size in sizes])
+    return BlockRead(name_of(index), [memoryview(bytearray(b"?" * size)) for size in sizes])
 
 
-def is_block(read: Read, index: int, layout: KVLayout = LAYOUT) -> bool:
+def is_block(read: BlockRead, index: int, layout: KVLayout = LAYOUT) -> bool:
     """True if the block was read to the bit."""
     return all(actual == expected for actual, expected in zip(read.into, block_of(index, layout).layers, strict=True))
 
@@ -103,7 +103,7 @@ class StoreContract:
 
     def test_what_is_put_is_got(self, tmp_path: Path) -> None:
         async def use(store: KVStore) -> None:
-            assert await store.put([block_of(index) for index in range(5)]) == [Put.STORED] * 5
+            assert await store.put([block_of(index) for index in range(5)]) == [PutResult.STORED] * 5
             assert await fetch(store, range(5)) == [True] * 5
             assert await fetch(store, [7, 3, 9, 3]) == [False, True, False, True]
             assert await store.get([]) == []
@@ -114,7 +114,7 @@ class StoreContract:
     def test_a_block_is_kept_once(self, tmp_path: Path) -> None:
         async def use(store: KVStore) -> None:
             await store.put([block_of(0)])
-            assert await store.put([block_of(0), block_of(1)]) == [Put.PRESENT, Put.STORED]
+            assert await store.put([block_of(0), block_of(1)]) == [PutResult.PRESENT, PutResult.STORED]
             assert await fetch(store, [0, 1]) == [True, True]
             await store.put([block_of(2), block_of(2)])
             assert await fetch(store, [2]) == [True]
@@ -137,7 +137,7 @@ class StoreContract:
             await store.put([block_of(0), block_of(1)])
             assert await store.delete([name_of(0), name_of(7)]) == 1
             assert await fetch(store, [0, 1]) == [False, True]
-            assert await store.put([block_of(0)]) == [Put.STORED]
+            assert await store.put([block_of(0)]) == [PutResult.STORED]
             assert await fetch(store, [0]) == [True]
 
         self.run(tmp_path, use)
@@ -161,7 +161,7 @@ class StoreContract:
                     await store.put([block_of(index)])
                     pinned += [index] * await store.pin([name_of(index)])
                 assert 0 < len(pinned) < 48
-                assert await store.put([block_of(50)]) == [Put.STORED]
+                assert await store.put([block_of(50)]) == [PutResult.STORED]
                 assert await fetch(store, [50, *pinned]) == [True] * (1 + len(pinned))
                 assert await store.pin([name_of(index) for index in pinned]) == len(pinned)
                 await store.unpin(names_of(64))
@@ -264,9 +264,12 @@ class StoreContract:
     def test_two_at_a_time(self, tmp_path: Path) -> None:
         async def use(store: KVStore) -> None:
             async with self.opened(tmp_path) as second:
-                mine, theirs = [block_of(index) for index in range(24)], [block_of(index) for index in range(12, 36)]
+                first_blocks, second_blocks = (
+                    [block_of(index) for index in range(24)],
+                    [block_of(index) for index in range(12, 36)],
+                )
                 await asyncio.gather(
-                    *(store.put([block]) for block in mine), *(second.put([block]) for block in theirs)
+                    *(store.put([block]) for block in first_blocks), *(second.put([block]) for block in second_blocks)
                 )
                 if isinstance(store, SharedStore):
                     assert await fetch(store, range(36)) == [True] * 36

@@ -22,7 +22,7 @@ from kvferry.transport.connection import Connection, Identity, client_handshake,
 if TYPE_CHECKING:
     from kvferry.transport.tls import ChannelTls
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Handler = Callable[[Connection], Awaitable[None]]
 """Serves one authenticated connection until it ends; raises `KvferryError` to end it."""
@@ -124,10 +124,10 @@ class Listener:
             pass  # the usual end of a connection
         except KvferryError as error:
             self._counts[f"rejected_{type(error).__name__}"] += 1
-            log.warning("a connection from %s was ended: %s", peer_address, error)
+            logger.warning("a connection from %s was ended: %s", peer_address, error)
         except Exception:  # the edge between one peer and the instance: other connections continue
             self._counts["failed_connections"] += 1
-            log.exception("a connection from %s was ended by an internal error", peer_address)
+            logger.exception("a connection from %s was ended by an internal error", peer_address)
         finally:
             self._num_open -= 1
 
@@ -199,7 +199,7 @@ async def _accept(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> 
         try:
             return await loop.sock_accept(listening)
         except OSError as error:  # out of file descriptors, or the peer left at once: neither ends the listener
-            log.warning("cannot accept a connection: %s", error)
+            logger.warning("cannot accept a connection: %s", error)
             await asyncio.sleep(0.05)
 
 

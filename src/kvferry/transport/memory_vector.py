@@ -19,7 +19,7 @@ CALL_BYTES = 2**20
 would cost time: the kernel examines all ranges of a call even if it moves few bytes."""
 CALL_PIECES = 512
 """Maximum number of ranges offered to the kernel in one call. Below Linux' IOV_MAX of 1024."""
-ROW_BYTES = 16
+IOVEC_BYTES = 16
 """Size of a `struct iovec`."""
 
 _LIBRARY = ctypes.CDLL(None, use_errno=True)  # calls release the GIL
@@ -100,7 +100,7 @@ class MemoryVector:
         """Set up the header for the next call. Returns the number of bytes that it covers."""
         end = int(np.searchsorted(self._ends, self.num_done + CALL_BYTES)) + 1
         end = min(end, self._first + CALL_PIECES, len(self._ends))
-        self._header.vector = self._vector.ctypes.data + ROW_BYTES * self._first
+        self._header.vector = self._vector.ctypes.data + IOVEC_BYTES * self._first
         self._header.vector_length = end - self._first
         return int(self._ends[end - 1]) - self.num_done
 

@@ -19,7 +19,7 @@ import uvloop
 from kvferry.core.errors import KvferryError, LeakError, TransferError
 from kvferry.core.runtime.threads import Thread
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 CLOSE_S = 10.0
@@ -45,14 +45,14 @@ class TransferLoop:
         """Run a coroutine on the loop. The caller has to check the future: its error is not reported otherwise."""
         return asyncio.run_coroutine_threadsafe(job, self._loop)
 
-    def run(self, job: Coroutine[Any, Any, object], within_s: float) -> None:
+    def run(self, job: Coroutine[Any, Any, object], timeout_s: float) -> None:
         """Run a coroutine on the loop and wait for its end. Raises `TimeoutError`, or its exception."""
-        self.submit(job).result(within_s)
+        self.submit(job).result(timeout_s)
 
-    def wait_for(self, changed: threading.Condition, condition: Callable[[], bool], within_s: float) -> bool:
+    def wait_for(self, changed: threading.Condition, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until a task on the loop has made a condition true, and notified `changed`, which the caller holds.
         Returns true if it is."""
-        return changed.wait_for(condition, within_s)
+        return changed.wait_for(condition, timeout_s)
 
     def call(self, function: Callable[[], object]) -> None:
         """Run a plain function on the loop, soon. Does nothing once the loop is closed."""
@@ -99,7 +99,7 @@ def call_contained(call: Callable[[], object], description: str, on_error: Calla
     try:
         call()
     except Exception as error:  # the edge between one request and the instance
-        log.exception("%s failed unexpectedly", description)
+        logger.exception("%s failed unexpectedly", description)
         on_error(error)
 
 

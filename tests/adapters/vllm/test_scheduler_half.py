@@ -76,9 +76,9 @@ def idle() -> Idle:
 def make_half(side: Side, windows: Sequence[int | None] = (None,), **settings: Any) -> Any:
     """`windows`: of the KV cache groups."""
     from kvferry.adapters.vllm.identity.salts import Salts
-    from kvferry.adapters.vllm.parts import Partition
     from kvferry.adapters.vllm.pins import Pins
     from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
+    from kvferry.adapters.vllm.sections import Partition
 
     options: Any = SimpleNamespace(options=SimpleNamespace(hand_off=True))
     partition = Partition(windows, BLOCK_SIZE)

@@ -70,7 +70,7 @@ def test_a_stream_is_the_whole_answer_however_it_is_divided(seed: int) -> None:
     whole = json.loads(MessagesTranslation("1").answer(200, answer.whole()))
     Message.model_validate(whole, strict=True)
     translation = MessagesTranslation("1")
-    written = b"".join(translation.events(piece) for piece in divided(answer.stream(random), random))
+    written = b"".join(translation.events(chunk) for chunk in divided(answer.stream(random), random))
     events = read_events(written + translation.end())
     assert events[-1]["type"] == "message_stop"
     assert accumulate(events) == whole

@@ -87,7 +87,7 @@ def test_a_stream_is_the_whole_answer_however_it_is_divided(seed: int) -> None:
     whole = json.loads(translation(stored).answer(200, answer.whole()))
     Response.model_validate(whole, strict=True)
     streaming = translation(stored)
-    written = b"".join(streaming.events(piece) for piece in divided(answer.stream(random), random))
+    written = b"".join(streaming.events(chunk) for chunk in divided(answer.stream(random), random))
     events = read_events(written + streaming.end())
     last = events[-1]["response"]
     assert events[-1]["type"] == f"response.{last['status']}"

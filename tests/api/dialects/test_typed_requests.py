@@ -19,7 +19,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsNo
 
 from kvferry.api.decoding import decode_body
 from kvferry.api.dialects.response_store import ResponseStore
-from kvferry.api.dialects.translated import CHAT_PATH, Translated
+from kvferry.api.dialects.translated import CHAT_PATH, TranslatedRequest
 from kvferry.api.dialects.translator import Translator
 from kvferry.api.other_fields import WITHOUT_EFFECT
 from kvferry.api.requests import ChatCompletionRequest, TokenizeChatRequest
@@ -35,7 +35,7 @@ TYPES: dict[str, Any] = {
 }
 
 
-def translate(path: str, value: Any) -> Translated:
+def translate(path: str, value: Any) -> TranslatedRequest:
     """The translation of a request. Raises `InvalidRequest`."""
     clock = SystemClock()
     translator = Translator(ResponseStore(None, clock), clock)

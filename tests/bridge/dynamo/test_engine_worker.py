@@ -17,7 +17,7 @@ FRONT: Any = SimpleNamespace(vocab_size=100, max_model_len=32, default_sampling=
 
 def asked(*, prefills: bool = False, **changes: Any) -> Request:
     return engine_request(
-        {"model": "m", "token_ids": [5, 6, 7], "annotations": [], **changes}, FRONT, prefills=prefills
+        {"model": "m", "token_ids": [5, 6, 7], "annotations": [], **changes}, FRONT, is_prefill=prefills
     )
 
 

@@ -112,7 +112,7 @@ async def test_publishers_are_found_in_discovery(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(row))
     environment = {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(tmp_path)}
-    relay = EventRelay(ENDPOINT, WORKER, TokenBlocks(SIZE), environment, SYSTEM_CLOCK, look_s=0.05)
+    relay = EventRelay(ENDPOINT, WORKER, TokenBlocks(SIZE), environment, SYSTEM_CLOCK, poll_interval_s=0.05)
     relay.sent(PROMPT)
     running = asyncio.create_task(relay.run())
     try:

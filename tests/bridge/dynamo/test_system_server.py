@@ -58,7 +58,7 @@ async def followed() -> AsyncIterator[tuple[Server, SystemServer]]:
     server = Server()
     listener = await asyncio.start_server(server.answer, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
-    system = SystemServer(f"http://127.0.0.1:{port}", every_s=0.01, timeout_s=0.1)
+    system = SystemServer(f"http://127.0.0.1:{port}", interval_s=0.01, timeout_s=0.1)
     task = asyncio.create_task(system.run())
     async with asyncio.timeout(30):
         try:

@@ -43,7 +43,7 @@ Answer = Callable[[dict[str, Any]], list[Any]]
 
 @dataclass
 class FakeClient:
-    """Answers as `WorkerClient` does. An exception among the pieces is raised."""
+    """Answers as `WorkerClient` does. An exception among the outputs is raised."""
 
     answer: Answer
     endpoint: DynamoEndpoint = ENDPOINT
@@ -55,10 +55,10 @@ class FakeClient:
     ) -> AsyncGenerator[Any]:
         self.requests.append(request)
         try:
-            for piece in self.answer(request):
-                if isinstance(piece, Exception):
-                    raise piece
-                yield piece
+            for output in self.answer(request):
+                if isinstance(output, Exception):
+                    raise output
+                yield output
         finally:
             self.num_ended += 1
 
@@ -151,14 +151,14 @@ async def test_an_answer_that_is_continued_is_a_longer_prompt() -> None:
     assert not worker.continues(SamplingParams(presence_penalty=1.0), is_seeded=False)
 
 
-@pytest.mark.parametrize("pieces", BROKEN, ids=str)
-async def test_an_answer_that_breaks_is_an_error(pieces: list[Any]) -> None:
-    worker, client = worker_of(lambda _: pieces)
+@pytest.mark.parametrize("answer", BROKEN, ids=str)
+async def test_an_answer_that_breaks_is_an_error(answer: list[Any]) -> None:
+    worker, client = worker_of(lambda _: answer)
     with pytest.raises(WorkerLost):
         await outputs(worker, asked(logprobs=0))
     assert client.num_ended == 1
-    if pieces != [{"token_ids": [9]}]:  # all that a prefill worker has to say
-        prefill, _ = worker_of(lambda _: pieces, "prefill")
+    if answer != [{"token_ids": [9]}]:  # all that a prefill worker has to say
+        prefill, _ = worker_of(lambda _: answer, "prefill")
         with pytest.raises(WorkerLost):
             await outputs(prefill, asked(Produce("t1")))
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.cli.client.load import LoadResult, OpenLoop, Sent, poisson
+from kvferry.cli.client.load import LoadResult, OpenLoop, RequestOutcome, poisson
 from kvferry.cli.client.stream import COMPLETIONS_PATH, OpenAIClient, Reply, ServedModel
 from kvferry.cli.client.talk import sparkline, summary_lines
 from kvferry.core.errors import KvferryError, Unavailable
@@ -117,7 +117,7 @@ def test_goodput_counts_answers_within_all_targets() -> None:
         return Reply(0.0, "abc", times, num_tokens=3, end_s=times[-1])
 
     replies = [reply(0.1, 0.01), reply(3.0, 0.01), reply(0.1, 0.2)]
-    result = LoadResult(2.0, [Sent(Arrival(0.0, 1, 3), 0.0, one) for one in replies])
+    result = LoadResult(2.0, [RequestOutcome(Arrival(0.0, 1, 3), 0.0, one) for one in replies])
     figures = result.figures(Targets(ttft=2.0, itl=0.05))
     assert figures["within_targets"] == pytest.approx(1 / 3)
     assert figures["goodput"] == 0.5

@@ -21,7 +21,7 @@ from kvferry.fleet.processes.process import PROGRAM
 from kvferry.fleet.processes.running import http_settings
 from kvferry.fleet.processes.start_time import started_at
 from kvferry.fleet.spec.fleet_spec import read_fleet
-from kvferry.fleet.spec.settings import Listen
+from kvferry.fleet.spec.settings import ListenSettings
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits
 from kvferry.models import catalog
@@ -50,7 +50,7 @@ async def test_who_started_a_router_without_a_key_is_its_operator(
 ) -> None:
     """Without a restart, and nobody else is."""
     monkeypatch.setenv("KVFERRY_CACHE_DIR", str(tmp_path / "ours"))
-    http = HttpConfig(**http_settings(Listen(grace_s=1), HttpAccess(), HttpLimits()))
+    http = HttpConfig(**http_settings(ListenSettings(grace_s=1), HttpAccess(), HttpLimits()))
     async with routing([], [], http, registration=True) as (router, url):
         for command in (["add", "decode", "http://127.0.0.1:9"], ["drain", "decode-0"], ["list"]):
             assert await asyncio.to_thread(main, ["fleet", *command, "--router", url]) == 0
@@ -247,7 +247,7 @@ def test_what_is_done_is_shown_from_the_first_step_on_and_nobody_waits_while_all
     try:
         assert main(["fleet", "apply", str(spec)]) == 0
         shown = capsys.readouterr()
-        assert "start router-0: 1 wanted\n" in shown.err
+        assert "start router-0: 1 desired\n" in shown.err
         assert shown.out.startswith("chat is up: http://")
         for command in (["pause", "chat"], ["scale", "chat", "both=1"]):
             assert main(["fleet", *command]) == 0

@@ -10,7 +10,7 @@ import pytest
 from kvferry.cli.serving.serve import Devices, devices_here, with_default_counts
 from kvferry.core.host.machine import usable_cores
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec
+from kvferry.fleet.spec.settings import EngineChoice, FleetShapeSettings, InstanceSettings
 
 ENGINE = EngineConfig(model="m")
 CORES, GPUS = Devices(4), Devices(16, 2)
@@ -19,10 +19,10 @@ CORES, GPUS = Devices(4), Devices(16, 2)
 def drawn(devices: Devices, **more: Any) -> tuple[int, int, str]:
     """Prefill instances, decode instances, and the line about them."""
     spec, line = with_default_counts(
-        more.get("spec", FleetSpec()),
+        more.get("spec", FleetShapeSettings()),
         more.get("engine", ENGINE),
         more.get("choice", EngineChoice()),
-        more.get("instance", InstanceSpec()),
+        more.get("instance", InstanceSettings()),
         devices,
     )
     return spec.num_prefill, spec.num_decode, line
@@ -48,23 +48,23 @@ def test_it_says_why_and_how_to_choose_otherwise() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"spec": FleetSpec(prefill=0)},
-        {"spec": FleetSpec(prefill=2, decode=2)},
-        {"spec": FleetSpec(backend="ray")},
+        {"spec": FleetShapeSettings(prefill=0)},
+        {"spec": FleetShapeSettings(prefill=2, decode=2)},
+        {"spec": FleetShapeSettings(backend="ray")},
         {"engine": EngineConfig(model="m", tensor_parallel_size=2)},
         {"choice": EngineChoice(engine="vllm", engine_argument=("--tensor-parallel-size=2",))},
         {"choice": EngineChoice(engine="sglang", engine_argument=("--tp-size", "2"))},
-        {"instance": InstanceSpec(kv_transfer_config='{"kv_connector":"OffloadingConnector"}')},
+        {"instance": InstanceSettings(kv_transfer_config='{"kv_connector":"OffloadingConnector"}')},
     ],
 )
 def test_what_the_user_has_decided_stays(more: dict[str, Any]) -> None:
-    spec = more.get("spec", FleetSpec())
+    spec = more.get("spec", FleetShapeSettings())
     assert drawn(GPUS, **more) == (spec.num_prefill, spec.num_decode, "")
 
 
 def test_devices_of_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    core = FleetSpec(cores=str(usable_cores()[0]))
+    core = FleetShapeSettings(cores=str(usable_cores()[0]))
     assert str(devices_here(core, ENGINE, tmp_path)) == "one core"
     for name in ("nvidiactl", "nvidia0", "nvidia1", "nvidia2"):
         (tmp_path / name).touch()

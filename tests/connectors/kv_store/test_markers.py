@@ -15,7 +15,7 @@ from kvferry.connectors.api import Saved
 from kvferry.connectors.kv_store.markers import Marker, MarkerProducer, Markers, heartbeat_name
 from kvferry.connectors.kv_store.writer import StoreWriter
 from kvferry.core.errors import StoreError
-from kvferry.store.base import Block, Put
+from kvferry.store.base import Block, PutResult
 from kvferry.transport.transfer_loop import TransferLoop
 
 LAYOUT = make_layout()
@@ -31,9 +31,9 @@ class SlowStore:
         self.changed = threading.Semaphore(0)
         self.taking_changed: Any = None
 
-    async def put(self, blocks: list[Block]) -> list[Put]:
+    async def put(self, blocks: list[Block]) -> list[PutResult]:
         await self.gate.wait()
-        return [Put.STORED] * len(blocks)
+        return [PutResult.STORED] * len(blocks)
 
     async def write_note(self, name: str, note: bytes, seconds: float) -> None:
         self.noted.append(name)
@@ -44,10 +44,10 @@ class SlowStore:
     async def remove_note(self, name: str) -> None:
         self.noted.append(f"-{name}")
 
-    def on_takes(self, call: Any) -> None:
+    def on_accepts_changed(self, call: Any) -> None:
         self.taking_changed = call
 
-    def takes(self) -> list[int]:
+    def accepts_writes(self) -> list[int]:
         return [0, 2] if self.works else []
 
 

@@ -17,7 +17,7 @@ from kvferry.connectors.kv_store.prober import Prober, StoreLookup
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
 from kvferry.store.arena import Arena
-from kvferry.store.base import Block, KVStore, Put
+from kvferry.store.base import Block, KVStore, PutResult
 from kvferry.store.block_run import BlockRun
 from kvferry.store.machine import Machine
 from kvferry.store.table import find_stores
@@ -183,7 +183,7 @@ def test_blocks_that_were_brought_near_are_told_to_be_near(tmp_path: Path) -> No
         store = TieredStore(tiers[1:], LAYOUT)
         await store.open()
         layers = [memoryview(bytes(LAYOUT.span_bytes(layer))) for layer in range(LAYOUT.num_layers)]
-        assert await store.put([Block(name, layers) for name in names]) == [Put.STORED] * 3
+        assert await store.put([Block(name, layers) for name in names]) == [PutResult.STORED] * 3
         await store.close()
 
     asyncio.run(fill())
@@ -213,7 +213,7 @@ def test_what_is_brought_near_is_told_bit_by_bit_and_no_further_once_a_load_read
         store = TieredStore(tiers[1:], LAYOUT)
         await store.open()
         layers = [memoryview(bytes(LAYOUT.span_bytes(layer))) for layer in range(LAYOUT.num_layers)]
-        assert await store.put([Block(name, layers) for name in names]) == [Put.STORED] * 40
+        assert await store.put([Block(name, layers) for name in names]) == [PutResult.STORED] * 40
         await store.close()
 
     asyncio.run(fill())

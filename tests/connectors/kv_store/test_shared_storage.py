@@ -37,9 +37,9 @@ from kvferry.core.errors import (
 from kvferry.core.messages.hand_off import Produce, Ticket
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.store.activity import Changes
-from kvferry.store.base import Read
+from kvferry.store.base import BlockRead
 from kvferry.store.disk import Disk
-from kvferry.store.eviction.base import Key
+from kvferry.store.eviction.base import BlockKey
 from kvferry.store.eviction.reuse import Reuse
 from kvferry.store.machine import Machine
 from kvferry.store.media.file import FileOptions, FileStore
@@ -106,7 +106,7 @@ def require_store_is_right(engine: FakeEngine, root: Path, tokens: list[int]) ->
     store = FileStore(str(root), FileOptions(), engine.layout)
     for index, block_hash in enumerate(request.block_hashes):
         into = [memoryview(bytearray(engine.layout.span_bytes(layer))) for layer in range(engine.layout.num_layers)]
-        if asyncio.run(store.get([Read(block_hash, into)]))[0]:
+        if asyncio.run(store.get([BlockRead(block_hash, into)]))[0]:
             for layer, found in enumerate(into):
                 expected, _ = lay_out(engine.layout, tokens, layer, index, 0, engine.layout.block_size)
                 assert bytes(found) == expected.tobytes(), f"layer {layer} of block {index}"
@@ -569,7 +569,7 @@ class RecordingReuse(Reuse):
 
     num_output_tokens: ClassVar[set[int]] = set()
 
-    def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
+    def finish(self, keys: Iterable[BlockKey], num_output_tokens: int, now: float) -> None:
         self.num_output_tokens.add(num_output_tokens)
         super().finish(keys, num_output_tokens, now)
 

@@ -121,7 +121,7 @@ def test_the_first_token_comes_before_the_kv(
     go_on = threading.Event()
 
     async def read_late(read: Callable[[], Awaitable[None]], *_: object) -> None:
-        await eventually(go_on.is_set, every_s=0.001)
+        await eventually(go_on.is_set, interval_s=0.001)
         if lost:
             raise PeerLost("gone")
         await read()

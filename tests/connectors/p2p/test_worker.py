@@ -13,7 +13,7 @@ from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.core.clock import SYSTEM_CLOCK, Clock, ManualClock
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.transport.lookup_buffer.entries import Cursor
-from kvferry.transport.lookup_buffer.messages import News
+from kvferry.transport.lookup_buffer.messages import KeyUpdate
 
 SAVE = P2pPlan(saves=[Save("t", True, 0, [3, 4])])
 NUM_LAYERS = 2
@@ -59,8 +59,8 @@ def started(kind: type[P2pWorkerSide] = P2pWorkerSide, clock: Clock = SYSTEM_CLO
     region.close()
 
 
-def told(side: P2pWorkerSide) -> News | None:
-    return side.table.news(Cursor("t"))
+def told(side: P2pWorkerSide) -> KeyUpdate | None:
+    return side.table.next_update(Cursor("t"))
 
 
 def test_layers_are_announced_when_their_kv_is_there(side_of_either: P2pWorkerSide) -> None:
@@ -68,8 +68,8 @@ def test_layers_are_announced_when_their_kv_is_there(side_of_either: P2pWorkerSi
     seen: list[tuple[str, list[int]]] = []
 
     def note(what: str) -> None:
-        news = told(side)
-        seen.append((what, [part.first_layer for part in news.parts] if news is not None else []))
+        update = told(side)
+        seen.append((what, [part.first_layer for part in update.parts] if update is not None else []))
 
     if isinstance(side, DeviceSide):
         side.waits.append(lambda: note("device"))
@@ -103,13 +103,13 @@ def test_a_step_that_broke_off_hands_nothing_off(side_of_either: P2pWorkerSide, 
     for layer in range(NUM_LAYERS):
         side.save_layer(layer)
     side.flush()
-    assert told(side) == News(0, -1, over="dropped")
+    assert told(side) == KeyUpdate(0, -1, end_reason="dropped")
 
 
 def test_a_hand_off_that_cannot_be_begun_is_over_for_its_consumer(side: P2pWorkerSide) -> None:
     side.table.open = fails  # type: ignore[method-assign]
     side.start(SAVE)
-    assert told(side) == News(0, -1, over="dropped")
+    assert told(side) == KeyUpdate(0, -1, end_reason="dropped")
 
 
 def fails(*arguments: object) -> bool:
@@ -118,10 +118,10 @@ def fails(*arguments: object) -> bool:
 
 def test_blocks_of_a_request_that_is_over_are_announced_at_once(side: P2pWorkerSide, clock: ManualClock) -> None:
     side.start(P2pPlan(seals=[Seal("t", "r", b"meta", [3, 4], 480.0)]))
-    news = told(side)
-    assert news is not None
-    assert [part.block_ids for part in news.parts] == [[3, 4]]
-    assert news.meta == b"meta"
+    update = told(side)
+    assert update is not None
+    assert [part.block_ids for part in update.parts] == [[3, 4]]
+    assert update.meta == b"meta"
     clock.advance(479.0)
     assert side.poll() == []
     clock.advance(1.0)

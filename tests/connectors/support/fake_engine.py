@@ -492,7 +492,7 @@ def lay_out(
     filled = np.zeros(block.shape, bool)
     for slot in range(first_slot, end_slot):
         known = tuple(tokens[: index * size + slot + 1])
-        heads = token_kv(known, layer, spec.whole_kv_heads, key + value)[spec.first_kv_head : spec.end_kv_head]
+        heads = token_kv(known, layer, spec.model_kv_heads, key + value)[spec.first_kv_head : spec.end_kv_head]
         keys, values = (
             slice(slot * key, (slot + 1) * key),
             slice(size * key + slot * value, size * key + (slot + 1) * value),

@@ -11,7 +11,7 @@ from kv_support import make_layout
 
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker
 from kvferry.core.messages.hand_off import PrefillResult
-from kvferry.store.base import Block, LayerStore, Put, Read, SharedStore, StoreOptions
+from kvferry.store.base import Block, BlockRead, LayerStore, PutResult, SharedStore, StoreOptions
 from kvferry.store.block_run import BlockRun
 
 LAYOUT = make_layout(num_layers=2)
@@ -42,7 +42,7 @@ class HeldStore(SharedStore, LayerStore):
         await self.wait_for_gate()
         return len(hashes)
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         for read in reads:
             await self.wait_for_gate()
             for view in read.into:
@@ -50,12 +50,12 @@ class HeldStore(SharedStore, LayerStore):
         return [True] * len(reads)
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
-        return await self.get([Read(name, [into]) for name, into in reads])
+        return await self.get([BlockRead(name, [into]) for name, into in reads])
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         await self.wait_for_gate()
         self.puts += [block.block_hash for block in blocks]
-        return [Put.STORED] * len(blocks)
+        return [PutResult.STORED] * len(blocks)
 
     async def pin(self, hashes: Sequence[bytes]) -> int:
         return 0

@@ -61,7 +61,7 @@ def test_tensor_parallel_sizes_that_divide_each_other(ours: int, theirs: int) ->
         ("number of layers", {"layers": HERE.layers[:1]}),
         ("layers[1].key_dim", {"layers": (HERE.layers[0], LayerLayout(4, 4, 6))}),
         ("layers[0].value_dim", {"layers": (LayerLayout(4, 8, 9), HERE.layers[1])}),
-        ("layers[0].whole_kv_heads", {"layers": (LayerLayout(2, 8, 8), HERE.layers[1])}),
+        ("layers[0].model_kv_heads", {"layers": (LayerLayout(2, 8, 8), HERE.layers[1])}),
     ],
 )
 def test_what_cannot_be_reconciled_is_named(field: str, fields: dict[str, Any]) -> None:

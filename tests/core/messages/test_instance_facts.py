@@ -64,13 +64,13 @@ def test_an_instance_serves_as_what_it_was_started_for() -> None:
 
 
 def test_its_source_is_where_it_is_reached() -> None:
-    source = FACTS.origin("host")
+    source = FACTS.source("host")
     assert source is not None
     assert (source.host, source.port) == ("host", 5)
-    own = msgspec.structs.replace(FACTS, kv_host="other").origin("host")
+    own = msgspec.structs.replace(FACTS, kv_host="other").source("host")
     assert own is not None
     assert own.host == "other"
-    assert msgspec.structs.replace(FACTS, kv_port=0).origin("host") is None
+    assert msgspec.structs.replace(FACTS, kv_port=0).source("host") is None
 
 
 def test_events_of_all_interfaces_are_at_the_instances_host() -> None:

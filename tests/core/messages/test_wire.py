@@ -13,7 +13,7 @@ from kvferry.core.messages.wire import (
 )
 from kvferry.testing.kv import make_layout
 from kvferry.transport.connection import Hello, Identity, Proof
-from kvferry.transport.lookup_buffer.messages import FromConsumer, News, Part, ProducerInfo, Select
+from kvferry.transport.lookup_buffer.messages import FromConsumer, KeyUpdate, Part, ProducerInfo, Select
 from kvferry.transport.memory import LayerPlace
 
 
@@ -21,7 +21,7 @@ def test_what_is_encoded_is_decoded() -> None:
     parts = [Part(0, 1, 2, [5, 6])]
     for message, kinds in [
         (Proof(Identity("engine", make_layout()), b"code"), Proof),
-        (News(3, 1, parts, b"meta"), News),
+        (KeyUpdate(3, 1, parts, b"meta"), KeyUpdate),
         (
             ProducerInfo(8, (LayerPlace(0, 16), LayerPlace(128, 32)), 30.0, {"tcp": {"host": "h", "port": 1}}),
             ProducerInfo,

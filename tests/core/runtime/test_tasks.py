@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.core.runtime.tasks import BackgroundTasks, Waiter
+from kvferry.core.runtime.tasks import BackgroundTasks, WakeUp
 
 
 async def test_tasks_are_held_until_they_end() -> None:
@@ -57,7 +57,7 @@ async def test_errors_are_reported_and_cancellations_are_not() -> None:
 
 
 async def test_a_waiter_is_woken_once_for_any_number_of_wake_ups() -> None:
-    waiter, num_woken = Waiter(), 0
+    waiter, num_woken = WakeUp(), 0
     waiter.wake()  # without a waiter, it is lost
 
     async def wait() -> None:
@@ -75,7 +75,7 @@ async def test_a_waiter_is_woken_once_for_any_number_of_wake_ups() -> None:
 
 
 async def test_a_cancelled_waiter_can_wait_again() -> None:
-    waiter = Waiter()
+    waiter = WakeUp()
     task = asyncio.create_task(waiter.wait())
     await asyncio.sleep(0)
     task.cancel()

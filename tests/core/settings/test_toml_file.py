@@ -29,7 +29,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("content", "reason"),
     [
         (b"a = = 3", "is not valid TOML: Invalid value"),
         (b"a = '\xff'", "is not valid TOML: 'utf-8' codec"),
@@ -38,17 +38,17 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         (b"#" * (MAX_BYTES + 1), "has more than 16 MiB"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, content: bytes, why: str) -> None:
+def test_what_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "a.toml"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=why) as told:
+    with pytest.raises(ConfigError, match=reason) as told:
         read_toml(path)
     assert str(told.value).startswith(str(path))
 
 
-@pytest.mark.parametrize(("name", "why"), [("none", "No such file"), (".", "Is a directory"), ("a\0b", "null byte")])
-def test_what_is_no_file(tmp_path: Path, name: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+@pytest.mark.parametrize(("name", "reason"), [("none", "No such file"), (".", "Is a directory"), ("a\0b", "null byte")])
+def test_what_is_no_file(tmp_path: Path, name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         read_toml(tmp_path / name)
 
 

@@ -72,10 +72,10 @@ class Clients:
             if outcome != "answer":
                 self._ending.wait(0.1)
 
-    def wait_for(self, outcome: str, number: int, within_s: float = 60.0) -> None:
+    def wait_for(self, outcome: str, number: int, timeout_s: float = 60.0) -> None:
         """Wait until so many more requests have ended in this way."""
         enough = self.count(outcome) + number
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + timeout_s
         while self.count(outcome) < enough:
             assert time.monotonic() < deadline, f"{outcome}: {self.outcomes[-20:]}"
             self._ending.wait(0.05)
@@ -141,7 +141,7 @@ def test_workers_under_load(mockers: Served, who: str, how: signal.Signals, allo
         gone_until = time.monotonic()
         for _ in victims:
             deployment.mocker(role)
-        until_serving(router, 2, 2, within_s=90)
+        until_serving(router, 2, 2, timeout_s=90)
         clients.wait_for("answer", 12)
     meanwhile = [each for each in clients.outcomes if each[0] > struck and each[0] - each[2] < gone_until]
     names = {outcome for _, outcome, _ in meanwhile}

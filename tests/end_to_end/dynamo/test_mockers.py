@@ -120,9 +120,9 @@ def test_a_decode_worker_that_is_killed_costs_no_answer(mocked: Mocked) -> None:
     assert {one.status_code for one in answers} == {200}
     streams = [one.text for one in answers if one.text.startswith("data: ")]
     assert all(one.rstrip().endswith("data: [DONE]") and '"error"' not in one for one in streams)
-    until_serving(mocked.router, 2, 1, within_s=30)
+    until_serving(mocked.router, 2, 1, timeout_s=30)
     mocked.deployment.mocker("decode")
-    until_serving(mocked.router, 2, 2, within_s=60)
+    until_serving(mocked.router, 2, 2, timeout_s=60)
 
 
 def test_a_prefill_worker_that_stands_still_is_passed_over(mocked: Mocked) -> None:
@@ -136,7 +136,7 @@ def test_a_prefill_worker_that_stands_still_is_passed_over(mocked: Mocked) -> No
     finally:
         victim.strike(signal.SIGKILL)
     mocked.deployment.mocker("prefill")
-    until_serving(mocked.router, 2, 2, within_s=60)
+    until_serving(mocked.router, 2, 2, timeout_s=60)
 
 
 def test_the_helper_is_started_again_and_ends_with_its_router(mocked: Mocked) -> None:

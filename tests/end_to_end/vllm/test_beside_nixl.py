@@ -57,6 +57,6 @@ def test_either_order_starts_and_answers_exactly(tmp_path: Path, reference: Refe
             before = num_received(decode), loads(decode)
             assert answers(router.url, reference.prompts[:20]) == reference.tokens[:20]
         for server in (prefill, decode):
-            until(lambda: loads(server) > 0, within_s=60, context=server.log)  # noqa: B023
+            until(lambda: loads(server) > 0, timeout_s=60, context=server.log)  # noqa: B023
         assert num_received(decode) > before[0]
         require_nothing_kept(prefill, decode)

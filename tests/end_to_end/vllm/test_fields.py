@@ -120,21 +120,21 @@ def joined(text: str) -> dict[str, Any]:
     return result
 
 
-def add(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
-    """Add one piece of a choice."""
+def add(whole: dict[str, Any], chunk: Mapping[str, Any]) -> None:
+    """Add one chunk of a choice."""
     for key in ("text", "content", "reasoning", "reasoning_content"):
-        if piece.get(key):
-            whole[key] = whole.get(key, "") + piece[key]
+        if chunk.get(key):
+            whole[key] = whole.get(key, "") + chunk[key]
     for key in ("finish_reason", "stop_reason", "prompt_token_ids"):
-        if piece.get(key) is not None:
-            whole[key] = piece[key]
-    if piece.get("token_ids"):
-        whole["token_ids"] = whole.get("token_ids", []) + piece["token_ids"]
-    for call in piece.get("tool_calls") or []:
+        if chunk.get(key) is not None:
+            whole[key] = chunk[key]
+    if chunk.get("token_ids"):
+        whole["token_ids"] = whole.get("token_ids", []) + chunk["token_ids"]
+    for call in chunk.get("tool_calls") or []:
         known = whole.setdefault("calls", {}).setdefault(call["index"], {"name": "", "arguments": ""})
         for key in known:
             known[key] += (call.get("function") or {}).get(key) or ""
-    for key, values in (piece.get("logprobs") or {}).items():
+    for key, values in (chunk.get("logprobs") or {}).items():
         if values:
             whole[key] = whole.get(key, []) + stable(values)
 

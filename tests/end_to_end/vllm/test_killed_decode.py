@@ -60,7 +60,7 @@ def test_a_decode_server_dies(tmp_path: Path) -> None:
                 expected = calls(alone.url, tmp_path)
 
             def kill_one() -> None:
-                until(lambda: decode[1].metric("vllm:num_requests_running") > 1, within_s=60)
+                until(lambda: decode[1].metric("vllm:num_requests_running") > 1, timeout_s=60)
                 kill(decode[1])
 
             results = calls(router.url, tmp_path, kill_one)

@@ -50,9 +50,9 @@ def test_tokens_over_mooncake_are_those_of_one_server(served: Served, reference:
 def test_clients_that_leave(served: Served, reference: Reference) -> None:
     asked = [body_of([5 + (place * (number + 2)) % 3900 for place in range(2500)]) for number in range(6)]
     with hold_open(served.url, asked):
-        until(lambda: figure(served.url, "kvferry_router_instance_in_flight", role="prefill") >= 2, within_s=60)
-    until(lambda: figure(served.url, "kvferry_router_instance_in_flight") == 0, within_s=60)
-    require_idle(served.behind("prefill"), within_s=ABANDONED_S + 60)
+        until(lambda: figure(served.url, "kvferry_router_instance_in_flight", role="prefill") >= 2, timeout_s=60)
+    until(lambda: figure(served.url, "kvferry_router_instance_in_flight") == 0, timeout_s=60)
+    require_idle(served.behind("prefill"), timeout_s=ABANDONED_S + 60)
     require_idle(served.behind("decode"))
     assert answers(served.url, reference.prompts[:20]) == reference.tokens[:20]
 

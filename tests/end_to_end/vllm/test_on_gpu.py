@@ -135,7 +135,7 @@ def test_a_store_between_servers(at_once: int, started: Started, reference: Refe
     asked = [[at_once, *prompt] for prompt in reference.prompts]
     expected = answers(started.alone.url, asked)
     require_same(started.alone, asked, answers(started.stores.url, asked, at_once=at_once), expected)
-    until(lambda: waiting_to_be_written(started.stores) == 0, within_s=60, context=started.stores.log)
+    until(lambda: waiting_to_be_written(started.stores) == 0, timeout_s=60, context=started.stores.log)
     before = num_received(started.loads)
     require_same(started.alone, asked, answers(started.loads.url, asked, at_once=at_once), expected)
     assert num_received(started.loads) - before > sum(map(len, asked)) / 3

@@ -163,7 +163,7 @@ def test_clients_that_leave(phase: str, started: Started) -> None:
     router = started.routers["shm"]
     asked = [body_of(prompt, max_tokens=1500, stream=True) for prompt in long_prompts(8)]
     with hold_open(router.url, asked):
-        until(lambda: router.metric("kvferry_router_instance_in_flight", role=phase) >= 3, within_s=60)
+        until(lambda: router.metric("kvferry_router_instance_in_flight", role=phase) >= 3, timeout_s=60)
     started.require_nothing_kept()
     assert router.metric("kvferry_router_instance_in_flight") == 0
 
@@ -184,11 +184,11 @@ def test_a_client_that_leaves_in_the_middle_of_its_answer(started: Started) -> N
 def test_a_request_that_d_refuses_frees_what_p_keeps(started: Started) -> None:
     """Long before the lease would."""
     ticket = prefilled(started.prefill.url, [9] * 100, "refused")
-    until(lambda: started.num_held == 1, within_s=10)
+    until(lambda: started.num_held == 1, timeout_s=10)
     body = body_of([9] * 100, kv_transfer_params=ticket, model="nobody")
     with within(LEASE_S):
         assert started.decodes["shm"].post("/v1/completions", body).status_code == 404
-        until(lambda: started.num_held == 0, within_s=LEASE_S)
+        until(lambda: started.num_held == 0, timeout_s=LEASE_S)
     started.require_nothing_kept()
 
 

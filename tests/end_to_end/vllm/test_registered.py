@@ -72,8 +72,8 @@ def instances(router: KvferryProcess) -> list[dict[str, Any]]:
 
 
 def prompt(number: int) -> list[int]:
-    dice = random.Random(number)
-    return [dice.randrange(5, VOCABULARY) for _ in range(8 * BLOCK)]
+    rng = random.Random(number)
+    return [rng.randrange(5, VOCABULARY) for _ in range(8 * BLOCK)]
 
 
 def ask(server: KvferryProcess, tokens: list[int]) -> dict[str, Any]:

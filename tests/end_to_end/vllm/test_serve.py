@@ -57,8 +57,8 @@ def test_tokens_over_nixl_are_those_of_one_server(served: Served, reference: Ref
 def test_clients_that_leave(served: Served) -> None:
     asked = [body_of([5 + (place * (number + 2)) % 3900 for place in range(2500)]) for number in range(6)]
     with hold_open(served.url, asked):
-        until(lambda: figure(served.url, "kvferry_router_instance_in_flight", role="prefill") >= 2, within_s=60)
-    until(lambda: figure(served.url, "kvferry_router_instance_in_flight") == 0, within_s=60)
+        until(lambda: figure(served.url, "kvferry_router_instance_in_flight", role="prefill") >= 2, timeout_s=60)
+    until(lambda: figure(served.url, "kvferry_router_instance_in_flight") == 0, timeout_s=60)
     require_idle(served.behind("prefill"))
     require_idle(served.behind("decode"))
 
@@ -69,7 +69,7 @@ def test_a_ticket_that_nobody_fetches_is_given_up_through_d(served: Served) -> N
     body = {"model": NO_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": prefilled(prefill, [9] * 700)}
     assert held(prefill) > 0
     assert httpx.post(served.behind("decode") + "/v1/completions", json=body, timeout=60).status_code == 404
-    require_idle(prefill, within_s=20)
+    require_idle(prefill, timeout_s=20)
 
 
 def test_ctrl_c_ends_everything(served: Served) -> None:

@@ -52,6 +52,6 @@ def test_a_hand_off_with_a_host_tier(tmp_path: Path, reference: Reference) -> No
         with router_before(tmp_path, prefill, decode) as router:
             assert answers(router.url, reference.prompts) == reference.tokens
         for server in (prefill, decode):
-            until(lambda: num_stored(server) > 0, within_s=60, context=server.log)  # noqa: B023
+            until(lambda: num_stored(server) > 0, timeout_s=60, context=server.log)  # noqa: B023
         assert num_received(decode) > 0
         require_nothing_kept(prefill, decode)

@@ -44,7 +44,7 @@ def test_a_store_between_servers_and_over_a_restart(tmp_path: Path, reference: R
         with router_before(tmp_path, prefill, decode) as router:
             assert answers(router.url, reference.prompts) == reference.tokens
         assert num_received(decode) > reference.num_prompt_tokens / 3
-        until(lambda: waiting_to_be_written(prefill) == 0, within_s=60, context=prefill.log)
+        until(lambda: waiting_to_be_written(prefill) == 0, timeout_s=60, context=prefill.log)
         require_nothing_kept(prefill, decode)
     with vllm_servers(tmp_path, later=Server("decode", transfer)) as servers:
         later = servers["later"]

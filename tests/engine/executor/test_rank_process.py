@@ -51,7 +51,7 @@ def rank(answers: SimpleQueue[Any] | None) -> Iterator[tuple[RankProcess, Pipe]]
 
     process = RankProcess(1, *start_rank(1, "token", start), Losses(), StoreTable(), answers)
     yield process, ends[0]
-    process.begin_end()
+    process.request_exit()
     while not isinstance(ends[0].receive(), Close):
         pass
     ends[0].close()

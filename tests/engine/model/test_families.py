@@ -32,7 +32,7 @@ def told() -> dict[str, Outcome]:
 @pytest.mark.parametrize("case", [_marked(case) for case in cases()])
 def test_a_family_is_exact_or_refused(case: Case, told: dict[str, Outcome], tmp_path: Path) -> None:
     outcome = try_case(case, tmp_path)
-    assert outcome.kind != "wrong", outcome.why
+    assert outcome.kind != "wrong", outcome.reason
     # what transformers itself builds small may depend on what else is installed
     if version_of(PAGE.read_text()) == transformers.__version__ and told[case.name].kind != "not tried":
         assert outcome == told[case.name], "docs/models.md says otherwise; scripts/make_models_page makes it anew"

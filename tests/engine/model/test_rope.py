@@ -65,7 +65,7 @@ def test_nobodys_prompt_and_no_chunk_changes_an_answer(chunk: int, model: Path, 
             assert [answer.tokens for answer in run_prompts(engine, prompts, GREEDY)] == generated
         statistics = engine.statistics().scheduler
         assert statistics.num_prefix_hits > 0
-        assert (statistics.num_recomputed, statistics.num_preemptions) == (
+        assert (statistics.num_context_recomputes, statistics.num_preemptions) == (
             2 * 11,
             0,
         )  # those of 22 to 32 tokens begin again once
@@ -87,7 +87,7 @@ def test_a_hand_off_across_the_border_is_computed_anew(
         for _ in range(2):
             assert [answer.tokens for answer in pair.run(prompts, GREEDY, form)] == generated
         pair.settle()
-        assert pair.decode.statistics().external.num_load_failures == {}
+        assert pair.decode.statistics().external_kv.num_load_failures == {}
 
 
 def test_the_cosines_of_one_are_those_of_it_alone(model: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from kvferry.engine.ops.decoder_layer import Workspace
 from kvferry.engine.ops.experts import FusedExperts, holds_experts
 from kvferry.engine.ops.native import library
-from kvferry.engine.ops.transform import Record, replace
+from kvferry.engine.ops.transform import ModuleRecord, replace
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -186,6 +186,6 @@ def test_every_expert_is_tried_before_they_are_replaced(kind: type[nn.Module], f
     module = qwen_experts()
     module.__class__ = kind
     x, (chosen, shares) = torch.randn(5, 64), route(5, 2, 7)  # none of them goes to the last one
-    found = Record((x, chosen, shares), {}, module(x, chosen, shares))
+    found = ModuleRecord((x, chosen, shares), {}, module(x, chosen, shares))
     assert replace(module, found, Workspace()) is fits
     assert isinstance(module.forward, FusedExperts) is fits

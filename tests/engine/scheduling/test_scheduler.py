@@ -34,7 +34,7 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import InvalidRequest, LeaseEnded, PeerLost, QueueFull
 from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce, Ticket
 from kvferry.core.request import EngineOutput, Request
-from kvferry.core.sampling import SamplingParams, drawn_by
+from kvferry.core.sampling import SamplingParams, sampling_digest
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.cached_order import CachedOrder, PolicyOrder, ReleaseOrder
@@ -52,7 +52,7 @@ def rule(tokens: Ordered[int]) -> int:
 
 def prefilled(token: int, model: str = "model", sampling: SamplingParams | None = None) -> PrefillResult:
     """The result of a prefill instance with this model and these sampling parameters."""
-    return PrefillResult(first_token=token, seed=3, drawn_by=drawn_by(model, sampling or SamplingParams(), ()))
+    return PrefillResult(first_token=token, seed=3, drawn_by=sampling_digest(model, sampling or SamplingParams(), ()))
 
 
 def expected_answer(prompt: list[int], max_tokens: int) -> list[int]:
@@ -133,10 +133,10 @@ class Bench:
             for chunk in step.chunks
             if chunk.samples
         }
-        report = self.scheduler.settled(step.chunks, report or [])
+        report = self.scheduler.fail_incomplete_loads(step.chunks, report or [])
         self.scheduler.update(step, sampled, failures(report))
         if report:
-            self.scheduler.transferred(report)
+            self.scheduler.on_transferred(report)
         for output in self.scheduler.take_outputs():
             self.outputs.setdefault(output.request_id, []).append(output)
         return step
@@ -389,7 +389,7 @@ def test_a_sequence_that_leaves_the_trained_context_begins_again_once() -> None:
     assert bench.tokens("a") == expected_answer(list(range(10)), 6)
     assert [step.num_tokens for step in bench.steps if step.chunks] == [10, 1, 1, 13, 1, 1]
     statistics = bench.scheduler.statistics()
-    assert (statistics.num_recomputed, statistics.num_preemptions) == (1, 0)
+    assert (statistics.num_context_recomputes, statistics.num_preemptions) == (1, 0)
     bench.scheduler.check()
 
 
@@ -397,7 +397,7 @@ def test_a_sequence_that_ends_at_the_border_does_not() -> None:
     bench = Bench(trained_context=12)
     bench.add("a", list(range(10)), max_tokens=3)
     bench.run()
-    assert bench.scheduler.statistics().num_recomputed == 0
+    assert bench.scheduler.statistics().num_context_recomputes == 0
 
 
 def test_blocks_within_the_trained_context_are_no_prefix_of_a_longer_sequence() -> None:
@@ -513,11 +513,11 @@ def test_fewer_tokens_may_come_than_were_to_be_met(comes_at: str, num_loaded: in
     sequence = chunk.sequence
     if comes_at == "at the meeting":
         bench.step()
-        assert bench.scheduler.external.num_loading == 1
-    bench.scheduler.transferred([Loaded("a", num_loaded)])
+        assert bench.scheduler.external_kv.num_loading == 1
+    bench.scheduler.on_transferred([Loaded("a", num_loaded)])
     if comes_at == "before the meeting":
         bench.step()
-    assert (sequence.num_computed_tokens, sequence.hash_chain.num_published) == (first_after, first_after // BLOCK)
+    assert (sequence.num_computed_tokens, sequence.hash_chain.num_cached_blocks) == (first_after, first_after // BLOCK)
     assert bench.step().chunks[0].start == first_after
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(20)), 4)
@@ -639,7 +639,7 @@ def test_a_producer_says_what_drew_its_token() -> None:
     bench.add("a", list(range(10)), sampling=sampling, hand_off=Produce("t"))
     bench.run()
     assert results[0] is not None
-    assert results[0].drawn_by == drawn_by("model", sampling, ())
+    assert results[0].drawn_by == sampling_digest("model", sampling, ())
 
 
 @pytest.mark.parametrize("result", [RESULT, None])
@@ -650,13 +650,13 @@ def test_a_failed_load_is_recomputed(result: PrefillResult | None) -> None:
     bench.step([Failed("a", LeaseEnded("gone"))])
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 4)
-    assert bench.scheduler.external.statistics().num_load_failures == {"LeaseEnded": 1}
+    assert bench.scheduler.external_kv.statistics().num_load_failures == {"LeaseEnded": 1}
     bench.scheduler.check()
 
 
 @pytest.mark.parametrize("match", [Hit(10), Miss(LeaseEnded("gone"))])
 def test_a_lost_hand_off_fails_where_the_policy_says_so(match: Match) -> None:
-    bench = Bench(connector=ScriptedConnector(match=match), fail_on_lost_hand_off=True)
+    bench = Bench(connector=ScriptedConnector(match=match), fail_on_load_failure=True)
     bench.add("a", list(range(10)), hand_off=consume(RESULT))
     bench.step()
     if isinstance(match, Hit):
@@ -668,7 +668,7 @@ def test_a_lost_hand_off_fails_where_the_policy_says_so(match: Match) -> None:
 
 def test_a_prefill_goes_on_without_an_earlier_turn_s_kv() -> None:
     """It is a saving, not the request's point."""
-    bench = Bench(connector=ScriptedConnector(match=Hit(6)), fail_on_lost_hand_off=True)
+    bench = Bench(connector=ScriptedConnector(match=Hit(6)), fail_on_load_failure=True)
     source = Ticket(transfer_id="kept", remote_host="d", remote_port=5)
     bench.add("a", list(range(10)), hand_off=Produce("t", source))
     bench.step()
@@ -716,7 +716,7 @@ def test_a_layerwise_load_that_is_not_reported_whole_has_failed(report: Transfer
     bench.add("a", list(range(10)))
     bench.step(report)
     assert "a" not in bench.outputs
-    assert bench.scheduler.external.statistics().num_load_failures == {"TransferError": 1}
+    assert bench.scheduler.external_kv.statistics().num_load_failures == {"TransferError": 1}
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 4)
     bench.scheduler.check()

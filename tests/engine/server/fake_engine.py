@@ -81,7 +81,7 @@ class FakeEngine:
     def refused(self, hand_off: HandOff) -> None:
         self.refusals.append(hand_off)
 
-    async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
+    async def stored_blocks(self, request: Request, *, pin: bool | None) -> KeptBlocks:
         raise InvalidRequest("nothing is kept here")
 
     async def reset_prefix_cache(self) -> bool:

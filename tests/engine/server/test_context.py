@@ -48,7 +48,7 @@ async def test_each_sequence_has_a_state_of_its_own_and_grammars_are_cached() ->
 
 async def test_the_event_loop_goes_on_and_a_slow_compilation_is_given_up() -> None:
     backend = SlowBackend()
-    compiler = GrammarCompiler(lambda: backend, limit_s=0.05)
+    compiler = GrammarCompiler(lambda: backend, timeout_s=0.05)
     with pytest.raises(Unavailable, match="could not be compiled within"):
         await compiler.matchers(regex("a"), 1)
     backend.may_go_on.set()

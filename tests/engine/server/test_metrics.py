@@ -19,7 +19,12 @@ from kvferry.observe.metrics import EngineMetrics
 
 STATISTICS = EngineSnapshot(
     SchedulerStatistics(
-        num_running=2, num_waiting=3, num_preemptions=5, num_recomputed=7, num_prefix_queries=64, num_prefix_hits=32
+        num_running=2,
+        num_waiting=3,
+        num_preemptions=5,
+        num_context_recomputes=7,
+        num_prefix_queries=64,
+        num_prefix_hits=32,
     ),
     ExternalKVStatistics(num_loading=1, num_held=4, num_external_hits=16, num_load_failures={"PeerLost": 2}),
     BlockPoolStatistics(num_blocks=100, num_free=75, num_cached=30, num_evicted=8),

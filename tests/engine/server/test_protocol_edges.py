@@ -245,11 +245,11 @@ async def test_infinite_logprobs_are_numbers(tokenizer: Any) -> None:
 async def test_a_body_that_is_too_large(tokenizer: Any) -> None:
     async with scripted(tokenizer, LAST, max_body_bytes=1000) as (engine, client, _):
 
-        async def pieces() -> AsyncIterator[bytes]:
+        async def chunks() -> AsyncIterator[bytes]:
             for _ in range(20):
                 yield b" " * 100
 
-        for data in (b" " * 2000, pieces()):
+        for data in (b" " * 2000, chunks()):
             async with client.post(COMPLETIONS, data=data, headers=JSON) as response:
                 assert response.status == 413
                 assert (await response.json())["error"]["code"] == "body_too_large"

@@ -146,8 +146,8 @@ async def test_the_interval_of_a_stream(asker: Asker, path: str) -> None:
         async with asker.client.post(path, json={**body, **fields}) as response:
             text = await response.text()
         events = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
-        pieces = [event["token_ids"] for event in events if event["index"] == 1 and event.get("token_ids")]
-        return [len(piece) for piece in pieces], [token for piece in pieces for token in piece]
+        chunks = [event["token_ids"] for event in events if event["index"] == 1 and event.get("token_ids")]
+        return [len(chunk) for chunk in chunks], [token for chunk in chunks for token in chunk]
 
     _, tokens = await tokens_of_events()
     assert await tokens_of_events(stream_interval=5) == ([1, 5, 5, 1], tokens)

@@ -1,4 +1,4 @@
-"""Stop strings across pieces: nothing of one leaks, nothing else is lost."""
+"""Stop strings across chunks: nothing of one leaks, nothing else is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_only_a_possible_beginning_is_held_back() -> None:
     assert stops.flush() == ""
 
 
-def test_a_match_over_pieces_ends_the_text_before_it() -> None:
+def test_a_match_over_chunks_ends_the_text_before_it() -> None:
     stops = StopStrings(["END"])
     assert stops.feed("abE") == SendableText("ab")
     assert stops.feed("N") == SendableText("")
@@ -54,11 +54,11 @@ def test_before_it_may_stop_a_match_is_text_but_a_beginning_is_kept() -> None:
 
 @settings(max_examples=examples(500), deadline=None)
 @given(
-    pieces=st.lists(st.text("ab", max_size=4), max_size=12),
+    chunks=st.lists(st.text("ab", max_size=4), max_size=12),
     stop_list=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_pieces_or_letters_or_the_whole_give_the_same(pieces: list[str], stop_list: list[str]) -> None:
-    text = "".join(pieces)
+def test_chunks_or_letters_or_the_whole_give_the_same(chunks: list[str], stop_list: list[str]) -> None:
+    text = "".join(chunks)
 
     def run(parts: list[str]) -> tuple[str, bool]:
         stops, sent = StopStrings(stop_list), ""
@@ -73,4 +73,4 @@ def test_pieces_or_letters_or_the_whole_give_the_same(pieces: list[str], stop_li
     if ends:
         end, stop = min(ends, key=lambda found: found[0])
         text = text[: end - len(stop)]
-    assert run(pieces) == run(list("".join(pieces))) == run(["".join(pieces)]) == (text, bool(ends))
+    assert run(chunks) == run(list("".join(chunks))) == run(["".join(chunks)]) == (text, bool(ends))

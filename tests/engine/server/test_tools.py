@@ -97,7 +97,7 @@ def functions(choice: Any) -> list[Any]:
 
 
 def add_call(calls: list[Any], entry: dict[str, Any]) -> None:
-    """Add a call of a chunk, or the next piece of the last one's arguments."""
+    """Add a call of a chunk, or the next chunk of the last one's arguments."""
     index = entry.pop("index")
     if "id" in entry:
         assert index == len(calls)
@@ -436,16 +436,16 @@ async def test_what_tags_cannot_carry_is_in_hermes_form(schema: dict[str, Any]) 
             assert functions(answer["choices"][0]) == [("get_weather", {"a": "x"})]
 
 
-async def test_arguments_of_forced_calls_come_in_pieces() -> None:
+async def test_arguments_of_forced_calls_come_in_chunks() -> None:
     text = call(arguments='{"city" : "' + "Zürich </tool_call>" * 5 + '"}') + "\n" + call("get_time", "{}")
     async with asking(text) as asker:
         events = await asker.events({**BODY, "tool_choice": "required"})
-        pieces = [piece for event in events for piece in event["choices"][0]["delta"].get("tool_calls", ())]
-        assert [list(piece) for piece in pieces if "id" in piece] == [["index", "id", "type", "function"]] * 2
-        assert len(pieces) > 20
-        assert all(list(piece) == ["index", "function"] for piece in pieces if "id" not in piece)
+        chunks = [chunk for event in events for chunk in event["choices"][0]["delta"].get("tool_calls", ())]
+        assert [list(chunk) for chunk in chunks if "id" in chunk] == [["index", "id", "type", "function"]] * 2
+        assert len(chunks) > 20
+        assert all(list(chunk) == ["index", "function"] for chunk in chunks if "id" not in chunk)
         whole = await asker.choice(tool_choice="required")
-        first = "".join(piece["function"]["arguments"] for piece in pieces if piece["index"] == 0)
+        first = "".join(chunk["function"]["arguments"] for chunk in chunks if chunk["index"] == 0)
         assert first == whole["message"]["tool_calls"][0]["function"]["arguments"]
         assert first.startswith('{"city" : "Zürich </tool_call>Z')
         assert whole["finish_reason"] == "tool_calls"

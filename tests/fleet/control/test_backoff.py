@@ -32,7 +32,7 @@ def test_the_wait_doubles_up_to_its_longest() -> None:
         backoff = start_backoff(desired, "decode", [], row, 10.0 + wait_s - 0.25)
         assert backoff is not None
         assert not backoff.is_permanent
-        assert "next start in 0.2 s: at 10" in backoff.why
+        assert "next start in 0.2 s: at 10" in backoff.reason
         assert start_backoff(desired, "decode", [], row, 10.0 + wait_s) is None
 
 
@@ -42,7 +42,7 @@ def test_a_crash_loop_is_not_started_again() -> None:
     backoff = start_backoff(desired, "decode", [], failures(desired, 1, 2, 3), 1e6)
     assert backoff is not None
     assert backoff.is_permanent
-    assert backoff.why == "failed 3 times in a row, and is not started again: at 3"
+    assert backoff.reason == "failed 3 times in a row, and is not started again: at 3"
 
 
 def test_failures_of_another_role_or_revision_do_not_count() -> None:

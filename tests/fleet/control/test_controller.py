@@ -366,7 +366,9 @@ async def test_a_controller_says_that_it_is_there(tmp_path: Path) -> None:
         await made.settled()
         first = made.ledger.controller
         assert first is not None
-        await made.until(lambda: (now := made.ledger.controller) is not None and now.beat > first.beat)
+        await made.until(
+            lambda: (now := made.ledger.controller) is not None and now.last_heartbeat_s > first.last_heartbeat_s
+        )
 
 
 async def test_an_operator_drains_an_instance_at_a_router_and_it_is_replaced(tmp_path: Path) -> None:
@@ -483,9 +485,9 @@ async def test_a_controller_that_is_not_to_wait_ends_if_there_is_another(tmp_pat
     made = Controlled(tmp_path, pooling())
     async with made.running():
         await made.settled()
-        assert await made.controller(waits=False).run() == Detached()
+        assert await made.controller(wait_for_leadership=False).run() == Detached()
         assert made.backend.num_opened == 1
-    async with made.running(waits=False):
+    async with made.running(wait_for_leadership=False):
         await made.settled()
 
 

@@ -82,14 +82,14 @@ async def test_more_is_asked_for_and_more_is_started_and_all_say_so(tmp_path: Pa
         status, plan = made.ledger.status(), made.front.told
     assert status is not None
     assert plan is not None
-    wanted = {role: status.roles[role].desired for role in ("prefill", "decode")}
-    assert wanted["prefill"] > 1
-    assert plan.desired == wanted
-    assert len(made.backend.serving) == sum(wanted.values()) + 1
+    desired = {role: status.roles[role].desired for role in ("prefill", "decode")}
+    assert desired["prefill"] > 1
+    assert plan.desired == desired
+    assert len(made.backend.serving) == sum(desired.values()) + 1
     assert plan.attained is not None
     assert plan.attained >= plan.goal == 0.95
     assert plan.decisions[0].what == "start"
-    assert "requests/s" in plan.decisions[0].why
+    assert "requests/s" in plan.decisions[0].reason
     assert status.decided
     assert made.ledger.desired_state().fleet.role["prefill"].count == 1, "what the user wants is not changed"
 

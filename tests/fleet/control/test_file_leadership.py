@@ -50,13 +50,13 @@ def test_who_has_it_says_who_it_is(path: Path) -> None:
     assert lease.try_lock()
     found = holder(path)
     assert found is not None
-    assert (found.pid, found.started) == (os.getpid(), started_at(os.getpid()))
+    assert (found.pid, found.start_ticks) == (os.getpid(), started_at(os.getpid()))
     assert not found.hangs
     before = path.read_bytes()
     lease.write()
     later = holder(path)
     assert later is not None
-    assert later.beat >= found.beat
+    assert later.last_heartbeat_s >= found.last_heartbeat_s
     assert len(path.read_bytes()) == len(before)
     lease.close()
     assert holder(path) is None
@@ -95,7 +95,7 @@ def test_a_process_that_hangs_is_ended(path: Path) -> None:
         found = holder(path)
         assert found is not None
         assert found.pid == process.pid
-        silent = msgspec.structs.replace(found, beat=SYSTEM_CLOCK.monotonic() - LeaderRecord.hung_s - 1)
+        silent = msgspec.structs.replace(found, last_heartbeat_s=SYSTEM_CLOCK.monotonic() - LeaderRecord.hung_s - 1)
         assert silent.hangs
         silent.kill()
         assert process.wait(30) == -signal.SIGKILL
@@ -104,8 +104,8 @@ def test_a_process_that_hangs_is_ended(path: Path) -> None:
 
 def test_a_process_that_has_its_number_by_now_is_left_alone(path: Path) -> None:
     with another_process(path) as process:
-        LeaderRecord(process.pid, started_at(process.pid) - 1, beat=0.0).kill()
-        LeaderRecord(2**22 + 1, 1, beat=0.0).kill()  # there is none
+        LeaderRecord(process.pid, started_at(process.pid) - 1, last_heartbeat_s=0.0).kill()
+        LeaderRecord(2**22 + 1, 1, last_heartbeat_s=0.0).kill()  # there is none
         assert process.poll() is None
 
 

@@ -13,7 +13,7 @@ async def hung(members: Sequence[Member], timeout_s: float, until: asyncio.Event
     """The names of those that count as hung before `until` is set, or soon after."""
     found: list[str] = []
 
-    async def hangs(name: str, why: str) -> None:
+    async def hangs(name: str, reason: str) -> None:
         found.append(name)
         until.set()
 

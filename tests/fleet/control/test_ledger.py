@@ -109,12 +109,12 @@ def test_bytes_that_are_no_text_are_what_cannot_be_read(ledger: Ledger) -> None:
 
 def test_the_history_is_in_order_and_lines_that_are_torn_are_passed_over(ledger: Ledger) -> None:
     ledger.apply(fleet())
-    ledger.record("start", "both-0", "1 wanted")
+    ledger.record("start", "both-0", "1 desired")
     with (ledger.folder / "history.jsonl").open("ab") as file:
         file.write(b'{"at": 1, "what": "to\nnonsense\n\xff\xfe\n')
-    ledger.record("up", why="http://a:1")
-    assert [(one.what, one.name, one.why) for one in ledger.history()] == [
-        ("start", "both-0", "1 wanted"),
+    ledger.record("up", reason="http://a:1")
+    assert [(one.what, one.name, one.reason) for one in ledger.history()] == [
+        ("start", "both-0", "1 desired"),
         ("up", "", "http://a:1"),
     ]
 
@@ -165,8 +165,8 @@ def test_changes_that_follow_from_what_is_are_made_one_after_the_other(ledger: L
     """Two `kvferry fleet scale` at once both count."""
     ledger.apply(fleet(0))
 
-    def one_more(wanted: DesiredState) -> DesiredFleet:
-        return fleet(wanted.fleet.role["both"].count + 1)
+    def one_more(desired: DesiredState) -> DesiredFleet:
+        return fleet(desired.fleet.role["both"].count + 1)
 
     with ThreadPoolExecutor(8) as pool:
         for _ in pool.map(lambda _: ledger.change(one_more), range(40)):
@@ -178,7 +178,7 @@ def test_a_fleet_that_is_ending_is_not_brought_back_by_a_change(ledger: Ledger) 
     ledger.apply(fleet())
     ledger.delete()
     with pytest.raises(ConfigError, match="f is ending; once it has ended"):
-        ledger.change(lambda wanted: wanted.fleet)
+        ledger.change(lambda desired: desired.fleet)
     assert ledger.desired_state().deleted
 
 
@@ -224,7 +224,7 @@ def test_a_file_that_cannot_be_read_is_put_aside_when_the_spec_is_applied_again(
     ledger.write_status(FleetStatus(at=1.0, pid=2, number=6, url="", roles={}, members=()))
     (ledger.folder / "wanted.json").write_text("{")
     with pytest.raises(ConfigError, match="apply the fleet's spec again"):
-        ledger.change(lambda wanted: wanted.fleet)
+        ledger.change(lambda desired: desired.fleet)
     assert ledger.apply(fleet(3)).number == 7  # which the controller has not seen yet
     assert ledger.desired_state().fleet == fleet(3)
     assert (ledger.folder / "wanted.json.unreadable").read_text() == "{"

@@ -72,7 +72,7 @@ class World:
                 if one is not None:
                     del self.members[step.name]
                     if step.failed:
-                        self.failures.append(Failure(one.role, one.revision, self.now, step.why))
+                        self.failures.append(Failure(one.role, one.revision, self.now, step.reason))
             case SwitchRole():
                 if one is not None and one.phase is Phase.READY:
                     self.members[one.name] = replace(one, role=step.role, phase=Phase.STARTING, since=self.now)
@@ -336,10 +336,10 @@ def test_waits_after_failures_grow_and_a_crash_loop_ends_it() -> None:
     waits = [later - earlier for earlier, later in pairwise(starts)]
     assert waits == [3.0, 5.0, 9.0]  # and the round in which the failure is seen
     assert [one.role for one in world.members.values()] == ["prefill"]
-    why = start_backoff(world.fleet, "decode", world.members.values(), world.failures, world.now)
-    assert why is not None
-    assert why.is_permanent
-    assert why.why.startswith("failed 4 times in a row, and is not started again: ")
+    backoff = start_backoff(world.fleet, "decode", world.members.values(), world.failures, world.now)
+    assert backoff is not None
+    assert backoff.is_permanent
+    assert backoff.reason.startswith("failed 4 times in a row, and is not started again: ")
 
 
 def test_any_number_of_failures_makes_a_crash_loop() -> None:
@@ -355,7 +355,7 @@ def test_any_number_of_failures_makes_a_crash_loop() -> None:
         record_failure(failures, Failure("decode", fleet.revision, 3000.0, "the last"), 3000)
     held = start_backoff(fleet, "decode", [], failures, 9000.0)
     assert held is not None
-    assert (held.is_permanent, held.why[:22]) == (True, "failed 3000 times in a")
+    assert (held.is_permanent, held.reason[:22]) == (True, "failed 3000 times in a")
     assert Counter(one.role for one in failures) == {"decode": 3000, "prefill": 3}
 
 
@@ -388,7 +388,7 @@ def test_a_unit_holds_nothing_while_it_waits_for_what_never_comes() -> None:
     world.to(first, Phase.READY)
     stopped = [step for _ in range(40) for step in world.tick() if isinstance(step, StopMember)]
     assert len(stopped) == 3
-    assert {step.why for step in stopped} == {"does not serve after 30s (start in [failure], --start-timeout-s)"}
+    assert {step.reason for step in stopped} == {"does not serve after 30s (start in [failure], --start-timeout-s)"}
 
 
 @pytest.mark.parametrize("restart", ["instance", "unit"])

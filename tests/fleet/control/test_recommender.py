@@ -64,7 +64,7 @@ async def two_routers() -> AsyncIterator[tuple[list[Router], list[str]]]:
 
 
 def told(routers: list[Router]) -> list[FleetPlan | None]:
-    return [router.services.pools.shared_plan.plan for router in routers]
+    return [router.services.pools.fleet_plan.plan for router in routers]
 
 
 async def test_all_routers_say_what_the_requests_need(tmp_path: Path) -> None:

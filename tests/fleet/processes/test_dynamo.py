@@ -15,7 +15,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.vllm.instances import VllmInstances, VllmPlacement
 from kvferry.fleet.spec.fleet_spec import fleet_from
 from kvferry.fleet.spec.kv_transfer import InstanceRole
-from kvferry.fleet.spec.settings import EngineChoice, InstanceSpec
+from kvferry.fleet.spec.settings import EngineChoice, InstanceSettings
 
 EVENTS = '--kv-events-config={"endpoint": "tcp://127.0.0.1:*"}'
 PYTHONS = Path(__file__).parents[2] / "support" / "vllm_pythons"
@@ -25,8 +25,10 @@ PLACES: tuple[InstanceRole, ...] = ("prefill", "decode", "both")
 def made(*arguments: str, python: str = "on_cpu", names: tuple[str, ...] = ()) -> VllmInstances:
     """With the Python of an environment."""
     choice = EngineChoice(engine="vllm", engine_python=str(PYTHONS / python), engine_argument=arguments)
-    instance = InstanceSpec(served_model_name=names, kv_transfer_config='{"kv_connector":"NixlConnector"}')
-    return VllmInstances.from_settings(EngineConfig(model="some/model"), choice, instance, splits=True, for_dynamo=True)
+    instance = InstanceSettings(served_model_name=names, kv_transfer_config='{"kv_connector":"NixlConnector"}')
+    return VllmInstances.from_settings(
+        EngineConfig(model="some/model"), choice, instance, is_disaggregated=True, for_dynamo=True
+    )
 
 
 @pytest.fixture

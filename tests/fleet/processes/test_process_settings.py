@@ -7,7 +7,7 @@ import os
 import pytest
 
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.processes.process_settings import InstanceProcess, RouterProcess, handed_over
+from kvferry.fleet.processes.process_settings import InstanceProcess, RouterProcess, settings_descriptor
 from kvferry.http.server.config import HttpAccess
 
 
@@ -20,7 +20,7 @@ def test_a_process_has_a_title(role: str, title: tuple[str, str]) -> None:
 
 def test_the_document_cannot_be_changed() -> None:
     settings = RouterProcess(access=HttpAccess(api_key=("sk-secret",)))
-    with handed_over(settings) as descriptor:
+    with settings_descriptor(settings) as descriptor:
         content = os.pread(descriptor, 2**20, 0)
         assert b"sk-secret" in content
         with pytest.raises(OSError, match="not permitted"):

@@ -19,8 +19,8 @@ def test_what_is_written_is_what_is_read(portion: int) -> None:
     writer.ready({"url": "http://a:1", "role": "decode"})
     os.close(write)
     messages, found = start_messages(), []
-    while piece := os.read(read, portion):
-        found += messages.feed(piece)
+    while chunk := os.read(read, portion):
+        found += messages.feed(chunk)
     os.close(read)
     assert found == [StartProgress(0.4, "loading weights"), InstanceReady("http://a:1")]
 

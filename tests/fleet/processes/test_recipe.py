@@ -21,7 +21,7 @@ from kvferry.fleet.spec.fleet_settings import FleetSettings, failing, fleet_of
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec, ScaleSpec
 from kvferry.fleet.spec.keys import SECRETS, TypedKeys
 from kvferry.fleet.spec.restart import RestartPolicy
-from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import FleetShapeSettings, InstanceSettings, ListenSettings
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.router.config import RouterConfig
@@ -32,11 +32,11 @@ FIXED = '{"kv_connector":"P2pConnector","kv_ip":"10.9.9.9"}'
 
 def recipe(prefill: int = 1, decode: int = 1, transfer: str | None = None, **more: Any) -> LocalRecipe:
     told = FleetSettings(
-        spec=FleetSpec(prefill=prefill, decode=decode),
+        spec=FleetShapeSettings(prefill=prefill, decode=decode),
         engine=EngineConfig(model="m", block_size=16),
-        instance=InstanceSpec(served_model_name=("a", "b"), kv_transfer_config=transfer),
+        instance=InstanceSettings(served_model_name=("a", "b"), kv_transfer_config=transfer),
         router=RouterConfig(hand_off="sequential"),
-        listen=Listen(host="0.0.0.0", port=9000, grace_s=2.0),
+        listen=ListenSettings(host="0.0.0.0", port=9000, grace_s=2.0),
     )
     told = replace(told, **more)
     found = LocalRecipe(fleet=fleet_of("kvferry", told), settings=told, token=TOKEN)
@@ -68,7 +68,7 @@ def test_instances_are_on_loopback_with_ports_of_their_own_and_the_router_where_
     for spec in found:
         assert spec.command[3:] == (spec.name.split("-")[0], "m")
         settings = settings_of(spec)
-        assert settings.listen == Listen(host="127.0.0.1", port=0, grace_s=2.0)
+        assert settings.listen == ListenSettings(host="127.0.0.1", port=0, grace_s=2.0)
         assert settings.engine == EngineConfig(model="m", block_size=16)
         assert settings.instance.served_model_name == ("a", "b")
         assert spec.forks
@@ -76,23 +76,23 @@ def test_instances_are_on_loopback_with_ports_of_their_own_and_the_router_where_
     router = made.router_member("router-0", RouterGroup(tmp_path, (7,)))
     assert router.descriptors == (7,)
     assert isinstance(router.settings, RouterProcess)
-    assert router.settings.listen == Listen(host="0.0.0.0", port=9000, grace_s=2.0)
+    assert router.settings.listen == ListenSettings(host="0.0.0.0", port=9000, grace_s=2.0)
     assert (router.settings.router.hand_off, router.settings.listeners) == ("sequential", (7,))
     assert not router.settings.router.decode_url  # it is told later which instances there are
 
 
 def test_a_first_port_gives_each_instance_one_of_its_own() -> None:
-    made = recipe(prefill=2, spec=FleetSpec(prefill=2, decode=1, instance_ports=9100))
+    made = recipe(prefill=2, spec=FleetShapeSettings(prefill=2, decode=1, instance_ports=9100))
     assert [settings_of(spec).listen.port for spec in processes(made)] == [9100, 9101, 9102]
 
 
 def test_on_a_node_of_a_cluster_others_reach_an_instance_at_the_node_s_address() -> None:
-    made = recipe(spec=FleetSpec(prefill=1, decode=1, backend="ray")).on_node("10.0.0.3")
+    made = recipe(spec=FleetShapeSettings(prefill=1, decode=1, backend="ray")).on_node("10.0.0.3")
     for spec in processes(made):
         assert settings_of(spec).listen.host == "10.0.0.3"
         assert transfer_of(spec)["kv_ip"] == "10.0.0.3"
     (told,) = processes(
-        replace(made, settings=replace(made.settings, instance=InstanceSpec(kv_transfer_config=FIXED)))
+        replace(made, settings=replace(made.settings, instance=InstanceSettings(kv_transfer_config=FIXED)))
     )[:1]
     assert transfer_of(told)["kv_ip"] == "10.9.9.9"
     assert made.num_routers == 2
@@ -166,7 +166,7 @@ def test_restarts_are_the_failures_of_a_spec() -> None:
 def test_one_of_the_other_when_only_one_is_said(
     prefill: int | None, decode: int | None, numbers: tuple[int, int]
 ) -> None:
-    spec = FleetSpec(prefill=prefill, decode=decode)
+    spec = FleetShapeSettings(prefill=prefill, decode=decode)
     assert (spec.num_prefill, spec.num_decode) == numbers
     assert spec.is_split == (numbers != (0, 0))
 
@@ -206,9 +206,9 @@ def test_errors_come_before_anything_is_started() -> None:
     with pytest.raises(ConfigError, match="kv_connector"):
         processes(recipe(transfer='{"kv_conector": "P2pConnector"}'))
     with pytest.raises(ConfigError, match="--decode"):
-        FleetSpec(decode=-1)
+        FleetShapeSettings(decode=-1)
     with pytest.raises(ConfigError, match="--port"):
-        Listen(port=70000)
+        ListenSettings(port=70000)
 
 
 @pytest.mark.parametrize(("itself", "cache"), [(2**40, None), (2**20, "100TiB")])
@@ -216,7 +216,10 @@ def test_more_instances_than_the_machine_has_memory_for_are_refused(
     itself: int, cache: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.fleet.processes.recipe.INSTANCE_BYTES", itself)
-    settings, spec = EngineConfig(model="m", kv_cache_memory=cache, device="cpu"), FleetSpec(prefill=1, decode=64)
+    settings, spec = (
+        EngineConfig(model="m", kv_cache_memory=cache, device="cpu"),
+        FleetShapeSettings(prefill=1, decode=64),
+    )
     with pytest.raises(ConfigError, match=r"65 instances take at least .* each: this machine has"):
         recipe(spec=spec, engine=settings)
     recipe(spec=msgspec.structs.replace(spec, backend="ray"), engine=settings)

@@ -17,7 +17,7 @@ from fleet.recording import RecordingDisplay
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.recipe import TOKEN_VARIABLE
-from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec
+from kvferry.fleet.spec.settings import FleetShapeSettings, InstanceSettings
 from kvferry.http.registrar import make_registrar
 from kvferry.http.server.config import HttpConfig
 from router.peers import SECRET, routing
@@ -77,7 +77,7 @@ def test_settings_of_a_fleet(instance: dict[str, Any], token: str, complaint: st
     monkeypatch.setenv(TOKEN_VARIABLE, token)
     with pytest.raises(ConfigError, match=complaint):
         recipe(
-            spec=FleetSpec(prefill=1),
+            spec=FleetShapeSettings(prefill=1),
             engine=EngineConfig(model="kvferry/tiny-python"),
-            instance=InstanceSpec(**instance),
+            instance=InstanceSettings(**instance),
         )

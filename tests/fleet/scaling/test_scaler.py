@@ -60,7 +60,7 @@ def settled(
         if found[-1].memory.counts == state.counts:
             return found
         state, now = found[-1].memory, now + 2 * rules.cool_down_s
-    raise AssertionError([one.why for one in found])
+    raise AssertionError([one.reason for one in found])
 
 
 def test_the_cheapest_that_keeps_the_goal_is_taken_and_really_keeps_it() -> None:
@@ -246,7 +246,7 @@ def test_a_target_out_of_reach_does_not_grow_the_fleet_for_ever(targets: Latency
     rules = replace(RULES, targets=targets, budget=1000, max_counts=Counts(500, 500))
     made = settled(rules, memory(1, 1), measured(2.0))
     assert made[-1].what == "unreachable"
-    assert "95 % cannot be kept within the limits; the best is " in made[-1].why
+    assert "95 % cannot be kept within the limits; the best is " in made[-1].reason
     assert made[-1].memory.counts.total <= 6
     enough = settled(replace(rules, targets=RULES.targets), memory(1, 1), measured(2.0))[-1]
     assert made[-1].memory.counts.total <= 2 * enough.memory.counts.total
@@ -329,7 +329,7 @@ def test_instances_for_both_phases_are_scaled_alone() -> None:
 
 def test_a_line_says_what_and_why() -> None:
     made = decide(RULES, memory(1, 1), measured(8.0), FleetSnapshot(Counts(1, 1)), 0.0)
-    assert "\n" not in made.why
-    assert made.why.startswith("1 P + 1 D → ")
+    assert "\n" not in made.reason
+    assert made.reason.startswith("1 P + 1 D → ")
     for part in ("TTFT 1.5 s", "ITL 45 ms", "requests/s with 3 P + 2 D", "%"):
-        assert part in made.why
+        assert part in made.reason

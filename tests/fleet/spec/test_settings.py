@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.spec.settings import FleetSpec
+from kvferry.fleet.spec.settings import FleetShapeSettings
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,15 @@ from kvferry.fleet.spec.settings import FleetSpec
     ],
 )
 def test_one_count_implies_the_other(counts: dict[str, Any], numbers: tuple[bool, int, int]) -> None:
-    spec = FleetSpec(**counts)
+    spec = FleetShapeSettings(**counts)
     assert (spec.is_split, spec.num_prefill, spec.num_decode) == numbers
 
 
 def test_ports_follow_one_another() -> None:
-    spec = FleetSpec(prefill=1, decode=1, instance_ports=9000)
+    spec = FleetShapeSettings(prefill=1, decode=1, instance_ports=9000)
     assert [spec.instance_port(index) for index in range(2)] == [9000, 9001]
-    assert FleetSpec().instance_port(5) == 0
-    FleetSpec(prefill=1, decode=1, instance_ports=65534)
+    assert FleetShapeSettings().instance_port(5) == 0
+    FleetShapeSettings(prefill=1, decode=1, instance_ports=65534)
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,4 @@ def test_ports_follow_one_another() -> None:
 )
 def test_what_contradicts_itself_names_the_flags(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        FleetSpec(**settings)
+        FleetShapeSettings(**settings)

@@ -133,7 +133,7 @@ async def test_handshakes_that_are_not_finished_are_counted_and_end(certificates
             client.send(first)
         async with wire(served.port) as one_too_many:
             assert await one_too_many.to_end() == b""
-        await eventually(lambda: not served.server.statistics()["connections"], every_s=0)
+        await eventually(lambda: not served.server.statistics()["connections"], interval_s=0)
         origin = Origin("127.0.0.1", served.port, tls=True)
         async with HttpClient(client_context(certificates / "ca.pem"), idle_s=60) as client:
             assert (await client.ask(origin, "GET", "/ok", timeout_s=20))[0] == 200

@@ -14,13 +14,13 @@ from ..running import Handlers, opened, request, running, wire
 from .peers import CHUNKED, HEAD, Script, peer, proxy
 
 
-def answering(*pieces: bytes, then: asyncio.Event | None = None) -> Script:
+def answering(*chunks: bytes, then: asyncio.Event | None = None) -> Script:
     """Read one request, answer, and close, after `then`."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        for piece in pieces:
-            writer.write(piece)
+        for chunk in chunks:
+            writer.write(chunk)
             await writer.drain()
             await asyncio.sleep(0)
         if then is not None:
@@ -107,8 +107,8 @@ FORMS = {
 @pytest.mark.parametrize("step", [1, 3, 1000])
 async def test_every_form_of_body_is_read_and_passed_on(name: str, step: int) -> None:
     data = FORMS[name]
-    pieces = [data[place : place + step] for place in range(0, len(data), step)]
-    async with peer(answering(*pieces)) as origin, HttpClient() as client:
+    chunks = [data[place : place + step] for place in range(0, len(data), step)]
+    async with peer(answering(*chunks)) as origin, HttpClient() as client:
         answer = await opened(client, origin, "GET", "/", [])
         assert await answer.read(100) == b"0123456789"
         answer.close()

@@ -98,7 +98,7 @@ async def test_a_connection_that_the_end_of_an_answer_paused_is_read_again() -> 
         (caller,) = front.server.service.connections
         caller._writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         response.start(200, [(b"content-length", b"%d" % NUM_BYTES)])
-        await relay(answer, response, Seen(bytes))  # in one piece, which the client does not read
+        await relay(answer, response, Seen(bytes))  # at once, which the client does not read
         response.end()
         ended_slow.set_result(response.slow)
 

@@ -63,7 +63,7 @@ async def test_a_connection_that_the_instance_closed_is_not_used_again() -> None
             assert (await client.ask(served.origin, "GET", "/ok", timeout_s=5))[0] == 200
             (connection,) = served.server.service.connections
             connection._writer.transport.close()
-            await eventually(lambda: not served.server.statistics()["connections"], every_s=0)
+            await eventually(lambda: not served.server.statistics()["connections"], interval_s=0)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ async def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next() -> No
     async with peer(script) as origin, HttpClient() as client:
         await client.ask(origin, "GET", "/", timeout_s=5)
         sent.set()
-        await eventually(lambda: not client.statistics()[str(origin)], every_s=0)
+        await eventually(lambda: not client.statistics()[str(origin)], interval_s=0)
         sent.clear()
         assert (await client.ask(origin, "GET", "/", timeout_s=5))[2] == b"ok"
 

@@ -8,25 +8,25 @@ import pytest
 
 from kvferry.http.server.body import BUFFERED_BYTES, Body
 
-PIECES = [b"ab", b"c" * 1024, b"d", b"", b"e" * 2**17, *[b"fg"] * 2**16]
+CHUNKS = [b"ab", b"c" * 1024, b"d", b"", b"e" * 2**17, *[b"fg"] * 2**16]
 
 
-def body_of(pieces: list[bytes]) -> Body:
+def body_of(chunks: list[bytes]) -> Body:
     body = Body(2**24, lambda: None)
-    for piece in pieces:
-        body.feed(piece)
+    for chunk in chunks:
+        body.feed(chunk)
     body.end()
     return body
 
 
-@pytest.mark.parametrize("pieces", [[], [b"a"], [b"a" * 1024], PIECES])
-async def test_what_came_is_read_however_it_was_cut(pieces: list[bytes]) -> None:
-    whole = await body_of(pieces).read()
+@pytest.mark.parametrize("chunks", [[], [b"a"], [b"a" * 1024], CHUNKS])
+async def test_what_came_is_read_however_it_was_cut(chunks: list[bytes]) -> None:
+    whole = await body_of(chunks).read()
     assert type(whole) is bytes
-    assert whole == b"".join(pieces)
+    assert whole == b"".join(chunks)
 
 
-def test_a_body_in_tiny_pieces_takes_the_memory_of_its_bytes() -> None:
+def test_a_body_in_tiny_chunks_takes_the_memory_of_its_bytes() -> None:
     body = Body(2**24, lambda: None)
     tracemalloc.start()
     for number in range(BUFFERED_BYTES):

@@ -230,7 +230,7 @@ async def test_the_number_of_connections_is_bounded_and_recovers() -> None:
             assert (await clients[0].reply()).status == 200
             refused = await stack.enter_async_context(wire(served.port))
             assert (await refused.to_end()).startswith(b"HTTP/1.1 503 ")
-        await eventually(lambda: not served.server.statistics()["connections"], every_s=0)
+        await eventually(lambda: not served.server.statistics()["connections"], interval_s=0)
         async with wire(served.port) as client:
             client.send(request("/ok"))
             assert (await client.reply()).status == 200

@@ -21,7 +21,7 @@ import pytest
 
 from kvferry.core.errors import TransferError
 from kvferry.http.client.http_client import HttpClient
-from kvferry.http.relay import Pattern, Relays, library, relay
+from kvferry.http.relay import Pattern, StreamForwarder, library, relay
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
@@ -59,7 +59,7 @@ REQUESTS = [
     b"GET /1 HTTP/1.0\r\nX: y\r\n\r\n",
 ]  # fmt: skip
 
-PIECES = [
+CHUNKS = [
     *(b"\r\n", b"\n", b"\r", b" ", b"\t", b"\0", b"\x0b", b"\x80", b'"', b"0", b"1"),
     *(b"f", b"g", b"0x", b"-", b"+", b"_"),
     *(b";", b":", b",", b"x\n", b"content-length: 3\r\n", b"content-length: 6\r\n", b"transfer-encoding: chunked\r\n"),
@@ -77,21 +77,21 @@ CUT = ("peer closed connection", "can't handle event type ConnectionClosed")
 """What h11 says of an answer that ends early, but is otherwise right."""
 
 
-def damaged(message: bytes, dice: random.Random) -> bytes:
+def damaged(message: bytes, rng: random.Random) -> bytes:
     """Changed in one to three places, one in two of them where a line ends."""
     data = bytearray(message)
-    for _ in range(dice.choice((1, 1, 1, 2, 3))):
-        place = dice.randrange(len(data) + 1)
-        match dice.randrange(8):
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        place = rng.randrange(len(data) + 1)
+        match rng.randrange(8):
             case 0 | 1:
-                data[place:place] = dice.choice(PIECES)
+                data[place:place] = rng.choice(CHUNKS)
             case 2:
-                del data[place : place + dice.choice((1, 1, 2))]
+                del data[place : place + rng.choice((1, 1, 2))]
             case 3:
-                data[place:place] = data[place : place + dice.choice((1, 2, 5, 20))]
+                data[place:place] = data[place : place + rng.choice((1, 2, 5, 20))]
             case _:
-                place = dice.choice([place for place in range(len(data)) if data[place : place + 2] == b"\r\n"] or [0])
-                data[place : place + 2] = dice.choice(ENDS)
+                place = rng.choice([place for place in range(len(data)) if data[place : place + 2] == b"\r\n"] or [0])
+                data[place : place + 2] = rng.choice(ENDS)
     return bytes(data)
 
 
@@ -140,15 +140,15 @@ def requests_by_h11(data: bytes) -> tuple[list[tuple[str, bytes]], str]:
 
 
 class Cases:
-    """Serves what it is told to, on any connection, in pieces that arrive one by one, and hangs up."""
+    """Serves what it is told to, on any connection, in chunks that arrive one by one, and hangs up."""
 
     def __init__(self) -> None:
-        self.pieces: list[bytes] = []
+        self.chunks: list[bytes] = []
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        for piece in self.pieces:
-            writer.write(piece)
+        for chunk in self.chunks:
+            writer.write(chunk)
             for _ in range(4):
                 await asyncio.sleep(0)
 
@@ -172,30 +172,34 @@ async def forwarding(cases: Cases, how: Callable[[], Any], *, fast_path: bool) -
         finally:
             answer.close()
 
-    async with peer(cases) as origin, Relays() as relays, HttpClient(relays=relays if fast_path else None) as client:
+    async with (
+        peer(cases) as origin,
+        StreamForwarder() as relays,
+        HttpClient(relays=relays if fast_path else None) as client,
+    ):
         await relays.opened()
         async with running(routes=Routes([], Route("*", "*", handle))) as front:
             yield front.port
         client.check()
 
 
-def cut(data: bytes, dice: random.Random) -> list[bytes]:
-    """In one piece, in two, or where chunks begin, as they come from engines."""
-    place = dice.randrange(len(data) + 1)
-    return dice.choice(([data], [data[:place], data[place:]], re.split(rb"(?<=\n)(?=9\r\n)", data)))
+def cut(data: bytes, rng: random.Random) -> list[bytes]:
+    """In one chunk, in two, or where chunks begin, as they come from engines."""
+    place = rng.randrange(len(data) + 1)
+    return rng.choice(([data], [data[:place], data[place:]], re.split(rb"(?<=\n)(?=9\r\n)", data)))
 
 
 @pytest.mark.parametrize("fast_path", [pytest.param(True, marks=NEEDS_COMPILER), False])
 async def test_an_answer_arrives_whole_only_if_it_is_one(fast_path: bool) -> None:
-    dice, cases, passages = random.Random(17), Cases(), [Seen(lambda payload: payload, EVENTS)]
+    rng, cases, passages = random.Random(17), Cases(), [Seen(lambda payload: payload, EVENTS)]
     num_whole, differing = 0, []
     async with forwarding(
-        cases, lambda: dice.choice((Seen(bytes, Pattern()), passages[0])), fast_path=fast_path
+        cases, lambda: rng.choice((Seen(bytes, Pattern()), passages[0])), fast_path=fast_path
     ) as port:
         for number in range(NUM_CASES):
-            data = dice.choice(ANSWERS)
-            data = damaged(data, dice) if number >= len(ANSWERS) else ANSWERS[number]
-            cases.pieces = cut(data, dice)
+            data = rng.choice(ANSWERS)
+            data = damaged(data, rng) if number >= len(ANSWERS) else ANSWERS[number]
+            cases.chunks = cut(data, rng)
             async with wire(port) as caller, asyncio.timeout(20):
                 caller.send(request("/", "GET", "Connection: close"))
                 received = await caller.to_end()
@@ -212,7 +216,7 @@ async def test_an_answer_arrives_whole_only_if_it_is_one(fast_path: bool) -> Non
 
 
 async def test_a_request_is_served_only_if_it_is_one() -> None:
-    dice, served, differing, num_served = random.Random(17), list[tuple[str, bytes]](), [], 0
+    rng, served, differing, num_served = random.Random(17), list[tuple[str, bytes]](), [], 0
 
     async def handle(request: HttpRequest, response: Response) -> None:
         body = await request.body.read()
@@ -221,7 +225,7 @@ async def test_a_request_is_served_only_if_it_is_one() -> None:
 
     async with running(routes=Routes([], Route("*", "*", handle))) as front:
         for number in range(NUM_CASES):
-            data = damaged(dice.choice(REQUESTS), dice) if number >= len(REQUESTS) else REQUESTS[number]
+            data = damaged(rng.choice(REQUESTS), rng) if number >= len(REQUESTS) else REQUESTS[number]
             served.clear()
             async with wire(front.port) as caller, asyncio.timeout(20):
                 caller.send(data)
@@ -275,7 +279,7 @@ async def test_a_body_where_there_is_none_is_refused() -> None:
 async def test_trailers_and_extensions_of_an_instance_end_at_the_router(version: bytes) -> None:
     cases = Cases()
     async with forwarding(cases, lambda: Seen(bytes), fast_path=False) as port:
-        cases.pieces = [ANSWERS[1]]
+        cases.chunks = [ANSWERS[1]]
         async with wire(port) as caller:
             caller.send(b"GET / HTTP/%b\r\nHost: a\r\nConnection: close\r\n\r\n" % version)
             received = await caller.to_end()

@@ -262,7 +262,7 @@ async def test_servers_that_share_a_socket_serve_while_one_of_them_lives() -> No
             for server in (None, one.server, other.server):
                 if server is not None:
                     server.stop()
-                    await eventually(partial(is_draining, server), every_s=0)
+                    await eventually(partial(is_draining, server), interval_s=0)
                 async with wire(one.port) as client:
                     client.send(request("/ok"))
                     if server is not other.server:

@@ -109,14 +109,14 @@ def test_who_is_asked_again_and_says_the_same_or_fails_again_changes_nothing() -
 def test_the_same_ticket_origin_again_is_nothing_new() -> None:
     pools = parts(1)[1]
     (prefill,) = pools.prefill.instances
-    origins = [KVSource(engine_id=name, host="h", port=1) for name in "ab"]
-    prefill.record_probe(VllmFacts().with_origin(origins[0]).with_origin(origins[1]))
+    sources = [KVSource(engine_id=name, host="h", port=1) for name in "ab"]
+    prefill.record_probe(VllmFacts().with_source(sources[0]).with_source(sources[1]))
     before = pools.revision
-    for origin in origins * 3:
-        prefill.replace_facts(prefill.facts.with_origin(origin))
+    for source in sources * 3:
+        prefill.replace_facts(prefill.facts.with_source(source))
     assert pools.revision == before
-    prefill.replace_facts(prefill.facts.with_origin(KVSource(engine_id="c", host="h", port=1)))
-    assert [one.engine_id for one in prefill.facts.origins] == ["c", "b"]
+    prefill.replace_facts(prefill.facts.with_source(KVSource(engine_id="c", host="h", port=1)))
+    assert [one.engine_id for one in prefill.facts.sources] == ["c", "b"]
     assert pools.revision > before
 
 
@@ -141,7 +141,7 @@ def test_decisions_name_no_cache_of_who_leaves_or_has_left() -> None:
     leaving, staying = pools.decode.instances
     asked = PromptTraits(model="m", prefix=Prefix((1, 2), (100, 200)))
     for one in (leaving, staying):
-        chooser.index.served(one, asked.prefix)
+        chooser.index.record_sent(one, asked.prefix)
     pools.retire(leaving)
     assert chooser.record("/v1/completions", asked, b"r", 0.0).cached_tokens() == {staying.name: 200}
     pools.forget(leaving)  # before the index is told of it
@@ -161,7 +161,7 @@ async def test_a_policy_that_raises_costs_no_request_its_answer(caplog: pytest.L
     def fail(*arguments: object) -> None:
         raise ZeroDivisionError("boom")
 
-    chooser.policy.choose = chooser.policy.placed = fail  # type: ignore[assignment,method-assign]
+    chooser.policy.choose = chooser.policy.on_choice_used = fail  # type: ignore[assignment,method-assign]
     asked = PromptTraits(model="m")
     for _ in range(2):
         assert chooser.choose(asked, pools.prefill.instances, pools.decode.instances).decode in pools.decode.instances

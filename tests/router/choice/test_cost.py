@@ -12,19 +12,19 @@ from kvferry.testing.policy import instances
 
 
 def test_a_line_is_found_from_noisy_measurements_and_the_guess_forgotten() -> None:
-    line, chance = LinearFit(base=1.0, slope=1.0, reach=100), random.Random(1)
+    line, rng = LinearFit(base=1.0, slope=1.0, reach=100), random.Random(1)
     for _ in range(400):
-        x = chance.uniform(0, 5000)
-        line.add(x, (0.02 + 3e-4 * x) * chance.uniform(0.9, 1.1))
+        x = rng.uniform(0, 5000)
+        line.add(x, (0.02 + 3e-4 * x) * rng.uniform(0.9, 1.1))
     assert line.slope == pytest.approx(3e-4, rel=0.1)
     assert line.at(2500) == pytest.approx(0.77, rel=0.1)
 
 
 def test_a_line_follows_a_fleet_that_changes() -> None:
-    line, chance = LinearFit(base=0.0, slope=1e-4, reach=1000), random.Random(1)
+    line, rng = LinearFit(base=0.0, slope=1e-4, reach=1000), random.Random(1)
     for speed in (1e-4, 1e-3):
         for _ in range(300):
-            x = chance.uniform(0, 5000)
+            x = rng.uniform(0, 5000)
             line.add(x, speed * x)
     assert line.slope == pytest.approx(1e-3, rel=0.05)
 
@@ -59,14 +59,14 @@ def test_instances_have_speeds_of_their_own_and_a_new_one_that_of_the_others() -
 
 def test_instances_that_measure_a_little_faster_are_alike() -> None:
     estimates, some = Estimates(), Candidates(instances("prefill", 3))
-    chance = random.Random(1)
+    rng = random.Random(1)
     for _ in range(200):
         for one in some:
-            tokens = chance.randrange(100, 5000)
-            estimates.prefilled(one.name, tokens, tokens * 1e-4 * chance.uniform(0.9, 1.1))
+            tokens = rng.randrange(100, 5000)
+            estimates.prefilled(one.name, tokens, tokens * 1e-4 * rng.uniform(0.9, 1.1))
     assert estimates.slowness(some) is None
     for _ in range(300):
-        tokens = chance.randrange(100, 5000)
+        tokens = rng.randrange(100, 5000)
         estimates.prefilled("prefill-1", tokens, tokens * 1e-3)
         estimates.prefilled("prefill-2", tokens, tokens * 1e-4)
     slowness = estimates.slowness(some)

@@ -23,8 +23,8 @@ def tokens(*ids: int) -> Prefix:
 
 def test_what_was_served_is_found_as_far_as_prompts_begin_alike() -> None:
     index = PrefixIndex()
-    index.served("a", blocks(1, 2, 3))
-    index.served("b", blocks(1, 7))
+    index.record_sent("a", blocks(1, 2, 3))
+    index.record_sent("b", blocks(1, 7))
     assert index.match(blocks(1, 2, 4)) == {"a": 200, "b": 100}
     assert index.match(blocks(9)) == {}
     index.check()
@@ -32,7 +32,7 @@ def test_what_was_served_is_found_as_far_as_prompts_begin_alike() -> None:
 
 def test_halves_that_disagree_are_told_of_whatever_python_makes_of_asserts() -> None:
     index = PrefixIndex()
-    index.served("a", blocks(1, 2))
+    index.record_sent("a", blocks(1, 2))
     index._holders[7] = 1
     with pytest.raises(LeakError, match="3 prefixes have holders, which have 2"):
         index.check()
@@ -45,20 +45,20 @@ def test_halves_that_disagree_are_told_of_whatever_python_makes_of_asserts() -> 
 def test_within_an_instances_capacity_the_oldest_goes_and_of_a_prompt_its_end() -> None:
     index = PrefixIndex()
     index.set_capacity("a", 400)
-    index.served("a", blocks(1, 2, 3))
-    index.served("a", blocks(11, 12, 13))
+    index.record_sent("a", blocks(1, 2, 3))
+    index.record_sent("a", blocks(11, 12, 13))
     assert index.match(blocks(1, 2, 3)) == {"a": 100}
     assert index.match(blocks(11, 12, 13)) == {"a": 300}
-    index.served("a", blocks(1))
-    index.served("a", blocks(21))
+    index.record_sent("a", blocks(1))
+    index.record_sent("a", blocks(21))
     assert index.match(blocks(1)) == {"a": 100}
     index.check()
 
 
 def test_all_instances_together_are_bounded() -> None:
-    index, chance = PrefixIndex(max_entries=100), random.Random(1)
+    index, rng = PrefixIndex(max_entries=100), random.Random(1)
     for number in range(2000):
-        index.served(chance.choice("abcd"), blocks(*range(number * 10, number * 10 + 7)))
+        index.record_sent(rng.choice("abcd"), blocks(*range(number * 10, number * 10 + 7)))
         assert index.statistics().num_entries <= 100
     index.check()
     for one in "abcd":
@@ -69,8 +69,8 @@ def test_all_instances_together_are_bounded() -> None:
 def test_events_tell_of_blocks_by_tokens_under_the_instances_own_names() -> None:
     index = PrefixIndex()
     assert not index.wants_token_ids
-    index.stored("a", [b"x", b"y"], None, [1, 2, 3, 4], 2)
-    index.stored("a", [b"z"], b"y", [5, 6], 2)
+    index.record_stored("a", [b"x", b"y"], None, [1, 2, 3, 4], 2)
+    index.record_stored("a", [b"z"], b"y", [5, 6], 2)
     assert index.wants_token_ids
     assert index.match(tokens(1, 2, 3, 4, 5, 6, 7)) == {"a": 6}
     assert index.match(tokens(1, 2, 3, 9)) == {"a": 2}
@@ -83,53 +83,53 @@ def test_events_tell_of_blocks_by_tokens_under_the_instances_own_names() -> None
 
 def test_a_block_whose_parent_is_unknown_is_passed_over() -> None:
     index = PrefixIndex()
-    index.stored("a", [b"z"], b"never heard of", [5, 6], 2)
+    index.record_stored("a", [b"z"], b"never heard of", [5, 6], 2)
     assert index.match(tokens(5, 6)) == {}
-    index.stored("a", [b"z"], None, [5, 6], 0)
-    index.served("a", tokens(5, 6, 7, 8))
+    index.record_stored("a", [b"z"], None, [5, 6], 0)
+    index.record_sent("a", tokens(5, 6, 7, 8))
     assert index.match(tokens(5, 6, 7, 8)) == {"a": 4}, "its first event was lost, but it is one that tells"
     index.check()
 
 
 def test_where_events_come_what_was_just_sent_is_known_before_they_do() -> None:
     index = PrefixIndex()
-    index.stored("a", [b"x"], None, [1, 2], 2)
-    index.served("a", tokens(1, 2, 3, 4, 5))
+    index.record_stored("a", [b"x"], None, [1, 2], 2)
+    index.record_sent("a", tokens(1, 2, 3, 4, 5))
     assert index.match(tokens(1, 2, 3, 4)) == {"a": 4}
-    index.stored("a", [b"y"], b"x", [3, 4], 2)
+    index.record_stored("a", [b"y"], b"x", [3, 4], 2)
     index.removed("a", [b"y"])
     assert index.match(tokens(1, 2, 3, 4)) == {"a": 2}
     index.check()
 
 
 def test_random_traffic_keeps_both_halves_in_step() -> None:
-    index, chance = PrefixIndex(max_entries=300), random.Random(2)
+    index, rng = PrefixIndex(max_entries=300), random.Random(2)
     for _ in range(3000):
-        one, ids = chance.choice("abc"), [chance.randrange(3) for _ in range(8)]
-        match chance.randrange(5):
+        one, ids = rng.choice("abc"), [rng.randrange(3) for _ in range(8)]
+        match rng.randrange(5):
             case 0:
-                index.stored(one, [tuple(ids[:2]), tuple(ids[:4])], None, ids[:4], 2)
+                index.record_stored(one, [tuple(ids[:2]), tuple(ids[:4])], None, ids[:4], 2)
             case 1:
                 index.removed(one, [tuple(ids[:2])])
-            case 2 if chance.random() < 0.02:
+            case 2 if rng.random() < 0.02:
                 index.forget(one)
             case _:
-                index.served(one, tokens(*ids))
+                index.record_sent(one, tokens(*ids))
     index.check()
 
 
 def test_the_vector_says_of_each_instance_what_the_match_says() -> None:
-    index, chance, everyone = PrefixIndex(max_entries=5000), random.Random(3), instances("decode", 40)
+    index, rng, everyone = PrefixIndex(max_entries=5000), random.Random(3), instances("decode", 40)
     group = Candidates(everyone)
     for number in range(400):
-        index.served(chance.choice(everyone), blocks(*range(chance.randrange(1, 8))))
+        index.record_sent(rng.choice(everyone), blocks(*range(rng.randrange(1, 8))))
         if number % 7 == 0:
-            index.stored(chance.choice(everyone), [(1,), (2,), (3,)], None, [1, 1, 2, 2, 3, 3], 2)
+            index.record_stored(rng.choice(everyone), [(1,), (2,), (3,)], None, [1, 1, 2, 2, 3, 3], 2)
         if number % 20 == 0:
-            index.forget(chance.choice(everyone))
-        keys = range(chance.randrange(8))
+            index.forget(rng.choice(everyone))
+        keys = range(rng.randrange(8))
         ends = [100.0 * (key + 1) for key in keys]
-        prefix = Prefix(keys, ends, [1, 1, 2, 2, chance.randrange(5), 3] if chance.random() < 0.5 else None)
+        prefix = Prefix(keys, ends, [1, 1, 2, 2, rng.randrange(5), 3] if rng.random() < 0.5 else None)
         match = index.match(prefix)
         assert index.cached(prefix, group).tolist() == [match.get(one, 0) for one in everyone]
         assert all(match.values())
@@ -155,7 +155,7 @@ def test_a_very_long_text_has_few_names() -> None:
 def test_block_sizes_are_those_of_the_instances_that_are_here() -> None:
     index = PrefixIndex()
     for size in (1, 2, 4):
-        index.stored("a", ["x"], None, [1, 2, 3, 4], size)
+        index.record_stored("a", ["x"], None, [1, 2, 3, 4], size)
     assert index.wants_token_ids
     assert index.match(tokens(1, 2, 3, 4)) == {"a": 4}
     index.forget("a")

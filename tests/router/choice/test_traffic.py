@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvferry.core.messages.traffic import Decided, FleetPlan, TrafficReport
+from kvferry.core.messages.traffic import FleetPlan, ScaleDecision, TrafficReport
 from kvferry.http.client.signed_client import bearer
 from kvferry.http.server.config import HttpConfig
 from router.edge.test_admin import KEY, SOON, Fields, declare, declared
@@ -112,7 +112,7 @@ async def test_a_plan_is_shown_counted_and_followed() -> None:
         desired={"prefill": 3, "decode": 2},
         disaggregate_from=100_000,
         attained=0.995,
-        decisions=(Decided(1.0, "start", "because"),),
+        decisions=(ScaleDecision(1.0, "start", "because"),),
     )
     decode, prefill = Peer("decode", answer, facts=DECODE), Peer("prefill", telling, facts=CONCURRENT)
     async with instances(decode, prefill), routing([], [], HTTP, **{**SOON, "disaggregate_from": "auto"}) as (_, url):

@@ -443,7 +443,7 @@ async def test_who_waits_is_served_in_turn_or_told_to_come_back() -> None:
         first = group.create_task(session.post(url + "/v1/completions", json=BODY).__aenter__())
         await d.called.wait()
         second = group.create_task(session.post(url + "/v1/completions", json=BODY).__aenter__())
-        await eventually(lambda: router.turns.num_waiting, every_s=0)
+        await eventually(lambda: router.turns.num_waiting, interval_s=0)
         async with session.post(url + "/v1/completions", json=BODY) as response:
             assert response.status == 429
         assert len(d.calls) == 1
@@ -473,7 +473,7 @@ async def test_nobody_waits_for_its_turn_without_end() -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_too_long_is_refused(chunked: bool) -> None:
-    async def pieces() -> Any:
+    async def chunks() -> Any:
         for _ in range(8):
             yield b"x" * 512
 
@@ -482,7 +482,7 @@ async def test_a_body_too_long_is_refused(chunked: bool) -> None:
         instances(d),
         routing([], [d.url], max_body="2KiB") as (_, url),
         aiohttp.ClientSession() as session,
-        session.post(url + "/v1/completions", data=pieces() if chunked else b"x" * 4096) as response,
+        session.post(url + "/v1/completions", data=chunks() if chunked else b"x" * 4096) as response,
     ):
         assert response.status == 413
         assert "2048" in (await response.json())["error"]["message"]

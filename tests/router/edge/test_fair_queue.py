@@ -108,13 +108,13 @@ async def test_without_a_line_nobody_waits() -> None:
 
 
 async def test_whoever_leaves_at_whatever_moment_keeps_no_turn() -> None:
-    dice = random.Random(5)
+    rng = random.Random(5)
     crowd = Crowd(FairQueue(3, max_waiting=8, wait_s=60))
     for number in range(300):
-        task = await crowd.ask(f"{dice.choice('abcd')}{number}")
-        if dice.random() < 0.5:
-            dice.choice([task, dice.choice(crowd.tasks)]).cancel()
-        if dice.random() < 0.3:
+        task = await crowd.ask(f"{rng.choice('abcd')}{number}")
+        if rng.random() < 0.5:
+            rng.choice([task, rng.choice(crowd.tasks)]).cancel()
+        if rng.random() < 0.3:
             crowd.go.set()
             await asyncio.sleep(0)
             crowd.go.clear()
@@ -215,7 +215,7 @@ async def test_who_may_have_few_at_a_time_waits_for_his_own_and_holds_up_nobody(
     assert crowd.turns.num_waiting == 2
     crowd.tasks[0].cancel()
     async with asyncio.timeout(30):
-        await eventually(lambda: "a2" in crowd.order, every_s=0)
+        await eventually(lambda: "a2" in crowd.order, interval_s=0)
     assert "a3" not in crowd.order
     await crowd.end()
     assert "a3" in crowd.order
@@ -238,14 +238,14 @@ async def test_those_who_left_their_lines_block_nobody() -> None:
 
 
 async def test_whoever_leaves_among_limits_and_priorities_keeps_no_turn() -> None:
-    dice = random.Random(6)
+    rng = random.Random(6)
     limits = {"a": Limits(max_in_flight=1), "b": Limits(max_in_flight=2, weight=0.5), "c": Limits(weight=7)}
     crowd = Crowd(FairQueue(4, max_waiting=9, wait_s=60), **limits)
     for number in range(600):
-        task = await crowd.ask(f"{dice.choice('abcd')}{number}", dice.randrange(-2, 3))
-        if dice.random() < 0.5:
-            dice.choice([task, dice.choice(crowd.tasks)]).cancel()
-        if dice.random() < 0.3:
+        task = await crowd.ask(f"{rng.choice('abcd')}{number}", rng.randrange(-2, 3))
+        if rng.random() < 0.5:
+            rng.choice([task, rng.choice(crowd.tasks)]).cancel()
+        if rng.random() < 0.3:
             crowd.go.set()
             await asyncio.sleep(0)
             crowd.go.clear()

@@ -1,4 +1,4 @@
-"""Dynamo's workers as instances of a router: the helper's news, its end, and how requests are handed off."""
+"""Dynamo's workers as instances of a router: the helper's updates, its end, and how requests are handed off."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ import json, os, sys
 settings = json.loads(sys.stdin.readline())
 open({folder!r} + "/pids", "a").write(f"{{os.getpid()}}\\n")
 def tell(port, endpoint, state):
-    news = dict(url=f"http://127.0.0.1:{{port}}", worker=f"w{{port}}", role=endpoint["role"], state=state)
-    print(json.dumps(news), flush=True)
+    update = dict(url=f"http://127.0.0.1:{{port}}", worker=f"w{{port}}", role=endpoint["role"], state=state)
+    print(json.dumps(update), flush=True)
 for port, endpoint in enumerate(settings["endpoints"], start=4001):
     tell(port, endpoint, "up")
 print("not a message", flush=True)

@@ -13,30 +13,30 @@ from kvferry.router.instances.instance import InstanceState as State
 OTHER = Instance("decode", "http://other:1", name="decode-1")
 EVENTS = {
     "well": lambda one: one.mark_healthy(),
-    "late": lambda one: one.mark_late("it is late"),
+    "late": lambda one: one.record_late_check("it is late"),
     "down": lambda one: one.mark_down("it is off"),
     "silent": lambda one: one.mark_unresponsive(),
     "speaks": lambda one: one.mark_responsive(),
-    "twin": lambda one: one.mark_duplicate(OTHER),
+    "duplicate": lambda one: one.mark_duplicate(OTHER),
     "alone": lambda one: one.mark_duplicate(None),
     "drain": lambda one: one.drain(),
 }
 TABLE = """
-          well  late  down  silent  speaks  twin  alone  drain
-new       up    late  down  mute    -       twin  -      draining
-up        -     late  down  mute    -       twin  -      draining
-late      up    -     down  mute    -       twin  -      draining
-mute      -     -     down  -       up      -     -      draining
-down      up    -     -     -       -       -     -      draining
-twin      -     -     down  -       -       -     up     draining
-draining  -     -     -     -       -       -     -      -
-drained   -     -     -     -       -       -     -      -
+              well  late      down  silent        speaks  duplicate  alone  drain
+new           up    degraded  down  unresponsive  -       duplicate  -      draining
+up            -     degraded  down  unresponsive  -       duplicate  -      draining
+degraded      up    -         down  unresponsive  -       duplicate  -      draining
+unresponsive  -     -         down  -             up      -          -      draining
+down          up    -         -     -             -       -          -      draining
+duplicate     -     -         down  -             -       -          up     draining
+draining      -     -         -     -             -       -          -      -
+drained       -     -         -     -             -       -          -      -
 """
 """From a state, by an event, to a state; -: it stays."""
 
 ROADS = {
     State.NEW: "", State.UP: "well", State.DEGRADED: "late", State.UNRESPONSIVE: "silent", State.DOWN: "down",
-    State.DUPLICATE: "twin", State.DRAINING: "drain", State.DRAINED: "drain",
+    State.DUPLICATE: "duplicate", State.DRAINING: "drain", State.DRAINED: "drain",
 }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def test_the_next_state(before: State, event: str, after: State) -> None:
 def test_one_that_is_late_three_times_in_a_row_is_down() -> None:
     one = in_state(State.UP)
     for expected in (State.DEGRADED, State.DEGRADED, State.DOWN):
-        one.mark_late("it is late")
+        one.record_late_check("it is late")
         assert one.state is expected
 
 

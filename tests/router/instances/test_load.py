@@ -15,12 +15,12 @@ def recent(one: PolicyInstance, now: float) -> float:
 
 
 def test_the_weighed_load_of_each_is_the_sum_of_its_parts() -> None:
-    chance, everyone = random.Random(1), instances("decode", 20)
+    rng, everyone = random.Random(1), instances("decode", 20)
     for one in everyone:
-        for _ in range(chance.randrange(5)):
-            computes, decodes = chance.random() < 0.5, chance.random() < 0.5
-            Work(one.load, chance.randrange(1000), 10.0, computes=computes, decodes=decodes)
-    some = Candidates(chance.sample(everyone, 9))
+        for _ in range(rng.randrange(5)):
+            computes, decodes = rng.random() < 0.5, rng.random() < 0.5
+            Work(one.load, rng.randrange(1000), 10.0, computes=computes, decodes=decodes)
+    some = Candidates(rng.sample(everyone, 9))
     found = some.weighed(prefill_tokens=2, num_prefills=3, num_decodes=5, recent_tokens=7, now=10.0, constant=11)
     for one, weighed in zip(some, found, strict=True):
         load = one.load

@@ -63,7 +63,7 @@ def test_when_all_seem_dead_one_is_tried_all_the_same() -> None:
         instance.mark_down("it is off")
     assert pool.alive() == []
     assert pool.pick() in pool.instances
-    assert pool.num_alive == 0
+    assert pool.num_usable == 0
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ async def test_instances_come_by_themselves_serve_and_take_their_leave() -> None
             assert [one.role for one in router.services.pools] == ["prefill", "decode"]
             assert await post(url) == 200
             assert (len(p.calls), len(d.calls)) == (1, 1)
-            assert await leaving.leave(within_s=30)
+            assert await leaving.leave(timeout_s=30)
             await eventually(lambda: [one.url for one in router.services.pools] == [d.url])
             assert await post(url) == 200
             assert len(p.calls) == 1
@@ -135,7 +135,7 @@ async def test_one_instance_at_several_routers() -> None:
         async with registering(leaving):
             await eventually(lambda: urls(first) == urls(second) == [d.url])
             assert [await post(one) for one in (first_url, second_url)] == [200, 200]
-            assert await leaving.leave(within_s=30)  # a router that is not there does not hold it up
+            assert await leaving.leave(timeout_s=30)  # a router that is not there does not hold it up
             await eventually(lambda: not [*first.services.pools, *second.services.pools])
 
 
@@ -202,7 +202,7 @@ async def test_taking_its_leave_waits_for_what_runs() -> None:
             await eventually(lambda: urls(router) == [d.url])
             running = asyncio.create_task(post(sender.url, stream=True))
             await d.called.wait()
-            leaving = asyncio.create_task(telling.leave(within_s=30))
+            leaving = asyncio.create_task(telling.leave(timeout_s=30))
             await eventually(lambda: not urls(router))
             assert not leaving.done()
             d.go.set()
@@ -228,7 +228,7 @@ async def test_a_router_that_cannot_be_told_for_a_moment_is_asked_again(monkeypa
                 return drain(*arguments)
 
             monkeypatch.setattr(router.registrations, "_on_draining", not_now)
-            leaving = asyncio.create_task(telling.leave(within_s=30))
+            leaving = asyncio.create_task(telling.leave(timeout_s=30))
             await eventually(lambda: refused.is_set() and not urls(router))
             assert not leaving.done()
             d.go.set()
@@ -244,7 +244,7 @@ async def test_a_leave_does_not_wait_for_ever() -> None:
             await eventually(lambda: urls(router) == [d.url])
             running = asyncio.create_task(post(sender.url, stream=True))
             await d.called.wait()
-            assert not await telling.leave(within_s=0.05)
+            assert not await telling.leave(timeout_s=0.05)
             assert not router.state.num_leases()
             d.go.set()
             assert await running == 200

@@ -176,17 +176,17 @@ async def test_large_bodies_arrive_as_they_were_sent(gateway: Envoy, num_bytes: 
     assert peer.calls[0].body["prompt"] == prompt
 
 
-async def test_a_body_in_pieces(gateway: Envoy) -> None:
+async def test_a_body_in_chunks(gateway: Envoy) -> None:
     (peer,) = peers = decoders(1)
     text = json.dumps(BODY).encode()
 
-    async def pieces() -> AsyncIterator[bytes]:
+    async def chunks() -> AsyncIterator[bytes]:
         for one in text:
             yield bytes([one])
 
     async with picking(peers), httpx.AsyncClient() as client:
         answered = await client.post(
-            f"{gateway.url}/v1/completions", content=pieces(), headers={"content-type": "application/json"}
+            f"{gateway.url}/v1/completions", content=chunks(), headers={"content-type": "application/json"}
         )
     assert (answered.status_code, peer.calls[0].body) == (200, BODY)
 

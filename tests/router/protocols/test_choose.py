@@ -170,7 +170,7 @@ async def test_where_no_pair_can_be_formed_decode_does_both(
 
 @pytest.mark.parametrize("kind", ["layouts", "roles"])
 async def test_an_idle_instance_says_why_for_as_long_as_it_is_and_works_once_its_pair_fits(kind: str) -> None:
-    wrong, why = {
+    wrong, reason = {
         "layouts": (facts(layout("bfloat16")), "dtype"),
         "roles": ({"role": "prefill"}, "the decode instance was started for prefill"),
     }[kind]
@@ -180,7 +180,7 @@ async def test_an_idle_instance_says_why_for_as_long_as_it_is_and_works_once_its
         for _ in range(3):
             assert (await post(url))[0] == 200
             shown = json.loads((await get(url, "/kvferry/instances"))[1])["instances"]
-            assert [why in one["no_hand_off"] for one in shown] == [True, True]
+            assert [reason in one["no_hand_off"] for one in shown] == [True, True]
         assert not p.calls
         d.facts = DECODE | facts(layout()) | {"engine_id": "its successor"}
         async with asyncio.timeout(10):

@@ -302,7 +302,7 @@ async def test_a_server_without_a_connector_computes_no_prompts_for_others(
             assert (await post(url))[0] == 200
             assert (await get(url, "/kvferry/decisions"))[1].count('"no_prefill"') == 0
             await eventually(lambda: not prefill.process.gave_no_ticket)
-            await eventually(lambda: bool(asked) or prefill in router.services.pools.prefill.without_tickets)
+            await eventually(lambda: bool(asked) or prefill in router.services.pools.prefill.hand_off_exclusions)
         text = (await get(url, "/metrics"))[1]
     assert f'hand_offs_total{{kind="{kind}",reason="{reason}"}} {2.0 if kind == "whole" else 3.0}' in text
     assert len(p.calls) == (1 if kind == "whole" else 3)

@@ -167,7 +167,7 @@ async def test_a_vllm_whose_store_takes_nothing_is_left_out_for_a_while() -> Non
     async with instances(p, d), routing([p.url], [d.url]) as (router, url):
         for num_calls in (2, 2, 4):
             if num_calls == 4:
-                router.services.pools.prefill.without_tickets.clear()  # as when their time is over
+                router.services.pools.prefill.hand_off_exclusions.clear()  # as when their time is over
             assert (await post(url))[0] == 200
             assert len(p.calls) == num_calls
     assert len(d.calls) == 1

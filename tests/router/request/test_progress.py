@@ -1,4 +1,4 @@
-"""The events of a stream on their way: whole, without marks, however the pieces are cut, and bounded."""
+"""The events of a stream on their way: whole, without marks, however the chunks are cut, and bounded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STREAM = [
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 30, 1000])
-def test_pieces_of_any_size(size: int) -> None:
+def test_chunks_of_any_size(size: int) -> None:
     body = b"".join(mark.encode() + event for mark, event in STREAM) + b"data: {}\n\n" + DONE
     progress, passed = Progress(), b""
     for place in range(0, len(body), size):
@@ -82,9 +82,9 @@ def test_the_end_of_a_stream_has_an_end() -> None:
         feed(progress, b"data: " + b"x" * 2**20 + b"\n\n")
 
 
-def feed(passage: ResumableStream, piece: bytes) -> None:
+def feed(passage: ResumableStream, chunk: bytes) -> None:
     for _ in range(100):
-        passage.take(piece)
+        passage.take(chunk)
 
 
 def test_what_passed_unread_counts_as_if_it_had_been_read() -> None:

@@ -206,7 +206,7 @@ async def test_what_does_not_repeat_itself_ends_with_an_error(fields: dict[str, 
 
 
 def calling(sizes: list[int], created: int, cut_after: int | None = None, *, other: str = "") -> Any:
-    """As vLLM calls two functions: each call's id and name first, then its arguments in pieces; ids are random."""
+    """As vLLM calls two functions: each call's id and name first, then its arguments in chunks; ids are random."""
     head = {"id": "cmpl-1", "created": created, "model": "m"}
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, {"reasoning": "so"}, {"content": "Look: "}]
     for index, (name, arguments) in enumerate((("get_weather", '{"city": "Zürich"}'), ("get_time", "{}"))):
@@ -215,8 +215,8 @@ def calling(sizes: list[int], created: int, cut_after: int | None = None, *, oth
         arguments += other
         size = sizes[index % len(sizes)]
         for begin in range(0, len(arguments), size):
-            piece = {"index": index, "function": {"arguments": arguments[begin : begin + size]}}
-            deltas.append({"tool_calls": [piece]})
+            chunk = {"index": index, "function": {"arguments": arguments[begin : begin + size]}}
+            deltas.append({"tool_calls": [chunk]})
     events: list[dict[str, Any]] = [
         {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
     ]

@@ -26,7 +26,7 @@ def layout_of(dtype: str, block_size: int = 16) -> KVLayout:
 
 
 class TestCodecs(CodecContract):
-    worst = 2 * WORST["int4"]
+    max_error = 2 * WORST["int4"]
 
     @pytest.fixture(params=BUILTIN)
     def name(self, request: pytest.FixtureRequest) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from trouble import run
 
-from kvferry.store.base import Put
+from kvferry.store.base import PutResult
 from kvferry.store.eviction.fifo import Fifo
 from kvferry.store.eviction.table import POLICIES
 from kvferry.store.tiered.tiers import TieredStore
@@ -29,7 +29,7 @@ def test_a_mistake_of_the_eviction_policy_costs_its_order_alone(
 
     async def use(store: TieredStore) -> None:
         for index in range(20):
-            assert await store.put([block_of(index)]) == [Put.STORED]
+            assert await store.put([block_of(index)]) == [PutResult.STORED]
             assert await fetch(store, [index]) == [True]
             assert await store.pin(names_of(1)) == await store.unpin(names_of(1)) == (await store.match(names_of(1)))
             if index % 5 == 4:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.store.eviction.base import Key
+from kvferry.store.eviction.base import BlockKey
 from kvferry.store.eviction.guarded import GuardedPolicy
 from kvferry.store.eviction.reuse import Reuse
 from kvferry.store.eviction.table import POLICIES, make_eviction_policy
@@ -50,30 +50,30 @@ class Mistaken(Reuse):
         if self.right_calls < 0:
             raise ZeroDivisionError("a mistake")
 
-    def insert(self, key: Key, now: float, parent: Key | None = None) -> None:
+    def insert(self, key: BlockKey, now: float, parent: BlockKey | None = None) -> None:
         self._count()
         super().insert(key, now, parent)
 
-    def access(self, key: Key, now: float) -> None:
+    def access(self, key: BlockKey, now: float) -> None:
         super().access(key, now)
         self._count()
 
     def finish(self, *about: object) -> None:
         self._count()
 
-    def remove(self, key: Key) -> None:
+    def remove(self, key: BlockKey) -> None:
         self._count()
         super().remove(key)
 
-    def pin(self, key: Key) -> None:
+    def pin(self, key: BlockKey) -> None:
         super().pin(key)
         self._count()
 
-    def unpin(self, key: Key, now: float) -> None:
+    def unpin(self, key: BlockKey, now: float) -> None:
         self._count()
         super().unpin(key, now)
 
-    def evict(self, now: float) -> Key | None:
+    def evict(self, now: float) -> BlockKey | None:
         if self.right_calls <= 0 and self.answer is not ZeroDivisionError:
             return self.answer  # type: ignore[return-value]
         self._count()

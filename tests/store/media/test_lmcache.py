@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 
 from kvferry.core.errors import ConfigError, StoreError
-from kvferry.store.base import Put
+from kvferry.store.base import PutResult
 from kvferry.store.media.lmcache import LMCacheStore
 from kvferry.store.media.lmcache_client import DamagedValue, LMCacheClient, _request
 from kvferry.store.media.lmcache_sets import LMCacheSets, LMCacheSlot, SlotAddress
@@ -72,7 +72,7 @@ async def test_what_the_server_keeps_is_bounded(port: int) -> None:
         num_places = first.sets.num_sets * first.sets.ways
         assert num_places * first.records.max_record_bytes <= 120_000
         for number, store in enumerate([first, second] * 40):
-            assert await store.put([block_of(2 * number), block_of(2 * number + 1)]) == [Put.STORED] * 2
+            assert await store.put([block_of(2 * number), block_of(2 * number + 1)]) == [PutResult.STORED] * 2
         there = [await first.match([name_of(index)]) for index in range(160)]
         assert there[-2:] == [1, 1]
         assert sum(there) <= num_places
@@ -86,9 +86,9 @@ async def test_what_is_pinned_stays_and_the_rest_is_dropped(port: int) -> None:
         names = names_of(store.sets.ways)
         await store.put([block_of(index) for index in range(store.sets.ways)])
         assert await store.pin(names) == store.sets.ways
-        assert await store.put([block_of(50)]) == [Put.DROPPED]
+        assert await store.put([block_of(50)]) == [PutResult.DROPPED]
         assert await store.unpin([names[1]]) == 1
-        assert await store.put([block_of(50)]) == [Put.STORED]
+        assert await store.put([block_of(50)]) == [PutResult.STORED]
         assert await fetch(store, range(store.sets.ways)) == [index != 1 for index in range(store.sets.ways)]
         await store.delete([*names, name_of(50)])
 
@@ -181,7 +181,7 @@ async def test_a_put_that_broke_off_is_a_miss_and_its_place_is_of_use_again(port
         await client.close()
         assert await fetch(store, [1, 0, 1]) == [True, False, True]
         assert store.statistics()["corrupt_blocks"] == 1
-        assert await store.put([block_of(0)]) == [Put.STORED]
+        assert await store.put([block_of(0)]) == [PutResult.STORED]
         assert await fetch(store, [0]) == [True]
 
 
@@ -209,7 +209,7 @@ async def test_what_cannot_be_read_is_not_there(port: int, spoilt: bytes) -> Non
         await store.put([block_of(0)])
         await store.client.put([(store.sets.index_key(0), spoilt[:4096])])
         assert await store.match([name_of(0)]) == 0
-        assert await store.put([block_of(0)]) == [Put.STORED]
+        assert await store.put([block_of(0)]) == [PutResult.STORED]
         assert await fetch(store, [0]) == [True]
 
 
@@ -321,7 +321,7 @@ async def test_a_server_that_hangs_is_killed_and_comes_back_empty() -> None:
         return await fetch(store, [0]) == [True]
 
     async def takes_it() -> bool:
-        return await store.put([block_of(0)]) == [Put.STORED]
+        return await store.put([block_of(0)]) == [PutResult.STORED]
 
     try:
         await until(takes_it)

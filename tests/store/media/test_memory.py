@@ -13,7 +13,7 @@ import pytest
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
 from kvferry.store.arena import Arena
-from kvferry.store.base import Put
+from kvferry.store.base import PutResult
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.media.memory import MemoryStore
 from kvferry.store.media.memory_index import MemoryIndex
@@ -59,7 +59,7 @@ def test_blocks_and_notes_fit_into_the_size(size: int, tmp_path: Path) -> None:
             [num_bytes] = machine.names.values()
             assert num_bytes <= size
             assert store.num_slots >= (size * 3 // 4 - 170_000) // 8000
-            assert await store.put([block_of(0)]) == [Put.STORED]
+            assert await store.put([block_of(0)]) == [PutResult.STORED]
             for number in range(8):
                 await store.write_note(f"note {number}", bytes([number]) * 16_000, 60.0)
             assert [await store.read_note(f"note {number}") for number in range(8)] == [

@@ -15,7 +15,7 @@ from trouble import TroubledMachine, is_true, run
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.errors import StoreError
-from kvferry.store.base import Put
+from kvferry.store.base import PutResult
 from kvferry.store.eviction.fifo import Fifo
 from kvferry.store.media.memory import MemoryStore
 from kvferry.store.media.memory_index import MemoryIndex
@@ -38,7 +38,7 @@ def test_writers_of_shared_memory_killed_at_random_instants(tmp_path: Path, num_
     def look() -> None:
         async def use() -> None:
             await fetch(store, range(200))
-            assert await store.put([block_of(index) for index in range(150)]) != [Put.DROPPED] * 150
+            assert await store.put([block_of(index) for index in range(150)]) != [PutResult.DROPPED] * 150
             found = await fetch(store, range(150))
             assert sum(found) >= 30, "room is not lost with those who were about to write to it"
             assert store.statistics().get("corrupt_blocks", 0) == 0
@@ -139,8 +139,8 @@ def test_slots_of_a_put_that_fails_are_not_lost(tmp_path: Path) -> None:
                 with pytest.raises((StoreError, ZeroDivisionError)):
                     await memory.put([block_of(index) for index in range(4)])
             memory.index.fault = ""
-            assert await memory.put([block_of(index) for index in range(4)]) == [Put.STORED] * 4
-            assert await memory.put([block_of(index) for index in range(4, 8)]) == [Put.STORED] * 4
+            assert await memory.put([block_of(index) for index in range(4)]) == [PutResult.STORED] * 4
+            assert await memory.put([block_of(index) for index in range(4, 8)]) == [PutResult.STORED] * 4
             assert await fetch(memory, range(8)) == [True] * 8
             await memory.delete(names_of(8))
 

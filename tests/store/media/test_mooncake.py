@@ -12,7 +12,7 @@ import pytest
 from servers import start_mooncake_master
 from trouble import end
 
-from kvferry.store.base import Put
+from kvferry.store.base import PutResult
 from kvferry.store.media.mooncake import MooncakeOptions, MooncakeStore, connect_client
 from kvferry.testing.stores import LAYOUT, block_of, fetch, name_of, names_of
 
@@ -87,7 +87,7 @@ def test_values_of_any_length_at_a_mooncake_store_are_not_fetched(master: str) -
             assert await fetch(store, [0]) == [False]
             assert client.fetched == []
             assert store.statistics()["corrupt_blocks"] == 1
-            assert await store.put([block_of(0)]) == [Put.STORED], "what was in the way is gone"
+            assert await store.put([block_of(0)]) == [PutResult.STORED], "what was in the way is gone"
             assert await fetch(store, [0]) == [True]
             assert client.fetched == client.put_keys[:1]
             await store.write_note("one", b"two", 60.0)
@@ -99,7 +99,7 @@ def test_values_of_any_length_at_a_mooncake_store_are_not_fetched(master: str) -
 def test_a_block_that_a_mooncake_store_does_not_pin_is_still_there(master: str) -> None:
     async def main() -> None:
         async with open_store(master) as (store, client):
-            assert await store.put([block_of(0)]) == [Put.STORED]
+            assert await store.put([block_of(0)]) == [PutResult.STORED]
             client.has_pin_room = False
             assert await store.pin([name_of(0)]) == 0
             assert await fetch(store, [0]) == [True]

@@ -14,7 +14,7 @@ from trouble import end, run, stranger
 
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConfigError, StoreError
-from kvferry.store.base import KVStore, Put
+from kvferry.store.base import KVStore, PutResult
 from kvferry.store.table import find_store, find_stores
 from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, block_of, fetch, name_of, names_of
@@ -89,7 +89,7 @@ async def test_blocks_are_spread_over_the_nodes_of_a_cluster_and_found_by_each_o
     blocks = [block_of(number) for number in range(90)]
     hashes = [block.block_hash for block in blocks]
     async with stored_in(f"{cluster.url}?cluster=true") as store:
-        assert set(await store.put(blocks)) == {Put.STORED}
+        assert set(await store.put(blocks)) == {PutResult.STORED}
     assert min(cluster.nums_of_keys()) >= 10
     for port in cluster.ports:
         async with stored_in(f"valkey://127.0.0.1:{port}?cluster=true") as store:
@@ -171,7 +171,7 @@ def test_the_ranks_of_an_instance_together_leave_a_server_room_for_what_is_not_p
     async def use(store: TieredStore) -> None:
         for rank in range(4):
             await fill(msgspec.structs.replace(ranks, tp_rank=rank))
-        assert await store.put([block_of(index) for index in range(20)]) == [Put.STORED] * 20
+        assert await store.put([block_of(index) for index in range(20)]) == [PutResult.STORED] * 20
 
     spans = tuple(LayerLayout(num_kv_heads=1, key_dim=1024, value_dim=1024) for _ in range(4))
     ranks = KVLayout(model_fingerprint="m", dtype="float32", block_size=1, layers=spans, tp_size=4)
@@ -188,7 +188,7 @@ def test_what_a_killed_writer_left_on_a_bounded_server_is_evicted(tmp_path: Path
     async def use(store: TieredStore) -> None:
         unbounded = find_stores(f"valkey:{socket}")[0].make(LAYOUT)
         await unbounded.put([block_of(0)])
-        assert await store.put([block_of(0)]) == [Put.PRESENT]
+        assert await store.put([block_of(0)]) == [PutResult.PRESENT]
         for index in range(1, 8):
             await store.put([block_of(index)])
         assert await unbounded.match(names_of(1)) == 0

@@ -13,7 +13,7 @@ from trouble import end, is_true, key_of, run, stranger
 from valkey import exceptions
 from valkey.asyncio import Valkey
 
-from kvferry.store.base import Put
+from kvferry.store.base import PutResult
 from kvferry.store.tiered.tiers import TieredStore
 from kvferry.testing.stores import block_of, fetch, name_of, names_of, read_of
 from support.stopping import stop
@@ -28,14 +28,14 @@ def test_a_server_that_hangs_dies_and_comes_back_empty(tmp_path: Path) -> None:
     async def use(store: TieredStore) -> None:
         nonlocal server
         first, second = store.tiers
-        assert await store.put([block_of(0), block_of(1)]) == [Put.STORED] * 2
+        assert await store.put([block_of(0), block_of(1)]) == [PutResult.STORED] * 2
         await first.store.delete(names_of(2))
         stop(server)
         reads = [read_of(0)]
         assert await store.get(reads) == [False], "a tier that is late has nothing"
         assert second.num_late
         kept = [bytes(view) for view in reads[0].into]
-        assert await store.put([block_of(2)]) == [Put.STORED], "the others go on"
+        assert await store.put([block_of(2)]) == [PutResult.STORED], "the others go on"
         assert await store.match(names_of(3)[2:]) == 1
         server.send_signal(signal.SIGCONT)
         await eventually(lambda: is_true(fetch(store, [0]), [True]))
@@ -44,8 +44,8 @@ def test_a_server_that_hangs_dies_and_comes_back_empty(tmp_path: Path) -> None:
         await first.store.delete(names_of(3))
         assert await store.get([read_of(1)]) == [False]
         _, server = start_server(tmp_path)
-        await eventually(lambda: is_true(second.store.put([block_of(5)]), [Put.STORED]))
-        await eventually(lambda: is_true(store.put([block_of(6)]), [Put.STORED]))
+        await eventually(lambda: is_true(second.store.put([block_of(5)]), [PutResult.STORED]))
+        await eventually(lambda: is_true(store.put([block_of(6)]), [PutResult.STORED]))
         assert await second.store.match(names_of(2)) == 0, "it came back empty"
         await eventually(lambda: is_true(second_has(store, 6), True))
 
@@ -64,11 +64,11 @@ def test_a_server_without_room(tmp_path: Path) -> None:
 
     async def use(store: TieredStore) -> None:
         outcomes = [(await put_one(store, index)) for index in range(600)]
-        assert Put.DROPPED in outcomes
+        assert PutResult.DROPPED in outcomes
         assert await fetch(store, range(5)) == [True] * 5, "what is there is still served"
-        assert store.statistics()["dropped_blocks"] >= outcomes.count(Put.DROPPED), "one is put again and again"
+        assert store.statistics()["dropped_blocks"] >= outcomes.count(PutResult.DROPPED), "one is put again and again"
 
-    async def put_one(store: TieredStore, index: int) -> Put:
+    async def put_one(store: TieredStore, index: int) -> PutResult:
         return (await store.put([block_of(index)]))[0]
 
     try:
@@ -131,7 +131,7 @@ def test_a_value_of_another_type_is_a_miss_of_that_block_only(tmp_path: Path) ->
             await client.sadd(await key_of(client, 1), "not a block")
         assert await store.match(names_of(3)) == 1
         assert await fetch(store, range(3)) == [True, False, True]
-        assert await store.put([block_of(1)]) == [Put.STORED]
+        assert await store.put([block_of(1)]) == [PutResult.STORED]
         assert await fetch(store, range(3)) == [True] * 3
         assert store.tiers[0].breaker.num_failures == 0
 

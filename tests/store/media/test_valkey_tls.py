@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ConfigError, StoreError
-from kvferry.store.base import Put
+from kvferry.store.base import PutResult
 from kvferry.store.table import find_store
 from kvferry.testing.stores import LAYOUT, block_of, fetch
 from support.certificates import Authority
@@ -65,7 +65,7 @@ def use(url: str) -> None:
         store = find_store(url).make(LAYOUT)
         await store.open()
         try:
-            assert await store.put([block_of(0)]) == [Put.STORED]
+            assert await store.put([block_of(0)]) == [PutResult.STORED]
             assert await fetch(store, [0, 1]) == [True, False]
             assert await store.delete([block_of(0).block_hash]) == 1
         finally:

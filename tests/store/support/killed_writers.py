@@ -48,7 +48,7 @@ def kill_writers(url: str, num_kills: int, seed: int, look: Callable[[], None]) 
                 time.sleep(draw.random() * 0.02)
                 os.kill(pid, signal.SIGKILL)
             for pid in pids:
-                until(partial(is_gone, pid), every_s=0.001)
+                until(partial(is_gone, pid), interval_s=0.001)
             if round_number % 10 == 2:
                 look()
         parent.stdin.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvferry.core.blocks.layout import KVLayout
-from kvferry.store.base import Block, Put, Read
+from kvferry.store.base import Block, BlockRead, PutResult
 from kvferry.store.disk import DISK, Disk
 from kvferry.store.machine import Machine
 from kvferry.store.media import file
@@ -46,13 +46,13 @@ class FileStore:
         return self.run(self.inner.match(hashes))
 
     def get(self, block_hash: bytes, into: Sequence[memoryview]) -> bool:
-        return self.run(self.inner.get([Read(block_hash, into)]))[0]
+        return self.run(self.inner.get([BlockRead(block_hash, into)]))[0]
 
     def get_layer(self, block_hash: bytes, layer: int, into: memoryview) -> bool:
         return self.run(self.inner.get_layer(layer, [(block_hash, into)]))[0]
 
     def put(self, block_hash: bytes, layers: Sequence[memoryview]) -> bool:
-        return self.run(self.inner.put([Block(block_hash, layers)])) == [Put.STORED]
+        return self.run(self.inner.put([Block(block_hash, layers)])) == [PutResult.STORED]
 
     def delete(self, block_hash: bytes) -> bool:
         return bool(self.run(self.inner.delete([block_hash])))

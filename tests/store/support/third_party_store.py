@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvferry.store.base import Block, KVStore, Put, Read
+from kvferry.store.base import Block, BlockRead, KVStore, PutResult
 
 
 class DictStore(KVStore):
@@ -14,7 +14,7 @@ class DictStore(KVStore):
     async def match(self, hashes: Sequence[bytes]) -> int:
         return next((index for index, name in enumerate(hashes) if name not in self._records), len(hashes))
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         found = [read.block_hash in self._records for read in reads]
         for read, there in zip(reads, found, strict=True):
             if there:
@@ -22,14 +22,14 @@ class DictStore(KVStore):
         self.activity.count(loaded_blocks=sum(found), missing_blocks=len(found) - sum(found))
         return found
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         outcomes = []
         for block in blocks:
             new = block.block_hash not in self._records
             self._records[block.block_hash] = b"".join(self.records.encode(block.block_hash, block.layers))
-            outcomes.append(Put.STORED if new else Put.PRESENT)
+            outcomes.append(PutResult.STORED if new else PutResult.PRESENT)
         self.activity.stored(block.block_hash for block in blocks)
-        self.activity.count(stored_blocks=outcomes.count(Put.STORED))
+        self.activity.count(stored_blocks=outcomes.count(PutResult.STORED))
         return outcomes
 
     async def pin(self, hashes: Sequence[bytes]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
 
-from kvferry.store.eviction.base import Key
+from kvferry.store.eviction.base import BlockKey
 from kvferry.store.eviction.reuse import Reuse
 
 
@@ -20,7 +20,7 @@ class ToldPolicy(Reuse):
         self.told: dict[str, int] = {}
         self.made.append(self)
 
-    def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
+    def finish(self, keys: Iterable[BlockKey], num_output_tokens: int, now: float) -> None:
         keys = list(keys)
         super().finish(keys, num_output_tokens, now)
         self.told |= {Path(key).stem if isinstance(key, str) else key.hex(): num_output_tokens for key in keys}

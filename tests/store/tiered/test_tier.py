@@ -13,7 +13,7 @@ import pytest
 from trouble import QUICK, TroubledMachine, is_true, run
 
 from kvferry.core.errors import StoreError
-from kvferry.store.base import Block, Put, Read, SharedStore
+from kvferry.store.base import Block, BlockRead, PutResult, SharedStore
 from kvferry.store.media.file import FileStore
 from kvferry.store.table import StoreSpec, find_store, find_stores
 from kvferry.store.tiered.tiers import TieredStore
@@ -48,7 +48,7 @@ def test_a_tier_that_hangs_while_it_opens_is_waited_for_once(tmp_path: Path) -> 
         assert tier.breaker.num_failures == 1, "asked once"
         may_open.set()
         await eventually(lambda: tier.is_up)
-        assert await store.put([block_of(0)]) == [Put.STORED]
+        assert await store.put([block_of(0)]) == [PutResult.STORED]
         assert await tier.store.match(names_of(1)) == 1
         await store.close()
 
@@ -88,7 +88,7 @@ def test_a_look_that_never_returns_is_left_at_the_deadline(tmp_path: Path) -> No
                 assert await store.match(names_of(1)) == 1
         assert first.breaker.num_failures == 1
         machine.files.gate.set()
-        await eventually(lambda: is_true(store.put([block_of(1)]), [Put.STORED]))
+        await eventually(lambda: is_true(store.put([block_of(1)]), [PutResult.STORED]))
 
     run([f"file:{tmp_path}/a?deadline_s=0.05", f"file:{tmp_path}/b"], use, machine=machine)
 
@@ -144,13 +144,13 @@ class TroubledFile(FileStore):
         self._require_works("match")
         return await super().match(hashes)
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         hits = await super().get(reads)
         await asyncio.sleep(self.pause_s)
         self.num_reads += 1
         return hits
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         self._require_works("put")
         return await super().put(blocks)
 
@@ -192,7 +192,7 @@ def test_a_store_that_hangs_within_a_long_put_is_not_given_all_of_its_time(tmp_p
         tier.deadline_s = 0.1
         machine.files.gate.clear()
         async with asyncio.timeout(2.5):
-            assert await store.put([block_of(0)]) == [Put.DROPPED]
+            assert await store.put([block_of(0)]) == [PutResult.DROPPED]
         assert not tier.is_up
         machine.files.gate.set()
         await eventually(lambda: tier.is_up)
@@ -223,17 +223,17 @@ class Endless(SharedStore):
         self._pass("match")
         return next((index for index, name in enumerate(hashes) if name not in self.blocks), len(hashes))
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         self._pass("get")
         for read in reads:
             for view, content in zip(read.into, self.blocks.get(read.block_hash, []), strict=False):
                 view[:] = content
         return [read.block_hash in self.blocks for read in reads]
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         self._pass("put")
         self.blocks |= {block.block_hash: [bytes(view) for view in block.layers] for block in blocks}
-        return [Put.STORED] * len(blocks)
+        return [PutResult.STORED] * len(blocks)
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
         self._pass("write_note")
@@ -271,7 +271,7 @@ def test_a_store_of_another_package_that_never_returns(stuck: str, tmp_path: Pat
         first = store.tiers[0].store
         assert isinstance(first, Endless)
         if stuck != "open":
-            assert await store.put([block_of(0)]) == [Put.STORED]
+            assert await store.put([block_of(0)]) == [PutResult.STORED]
             assert await fetch(store, [0]) == [True]
         first.stuck = stuck
         read = read_of(0)
@@ -280,7 +280,7 @@ def test_a_store_of_another_package_that_never_returns(stuck: str, tmp_path: Pat
             await store.match(names_of(1))
             await store.write_note("n", b"there", 60)
             assert await store.read_note("n") == b"there"
-            assert await store.put([block_of(0)]) != [Put.DROPPED], "the other tier has it"
+            assert await store.put([block_of(0)]) != [PutResult.DROPPED], "the other tier has it"
             assert await store.get([read]) == [True]
             if stuck != "close":
                 assert not store.tiers[0].is_up
@@ -295,7 +295,7 @@ def test_a_store_of_another_package_that_never_returns(stuck: str, tmp_path: Pat
         for gate in Endless.gates:
             gate.set()
         for thread in threading.enumerate():
-            if thread.name == "kvferry-store-apart":
+            if thread.name == "kvferry-store-separate":
                 thread.join(20)
 
 
@@ -304,8 +304,8 @@ def test_a_store_that_takes_nothing_is_still_read(tmp_path: Path) -> None:
         [tier] = store.tiers
         await store.put([block_of(0)])
         troubled_store(store).failing["put"] = StoreError("it is read-only")
-        assert await store.put([block_of(1)]) == [Put.DROPPED]
-        assert (tier.is_up, tier.takes) == (True, False)
+        assert await store.put([block_of(1)]) == [PutResult.DROPPED]
+        assert (tier.is_up, tier.accepts_writes) == (True, False)
         assert await fetch(store, [0, 1]) == [True, False]
 
     run([troubled_file(f"file:{tmp_path}")], use)
@@ -319,7 +319,7 @@ def test_what_comes_to_a_closed_store_is_dropped_without_a_warning_that_it_is_fu
         await store.open()
         await store.close()
         for tier in store.tiers:
-            assert await tier.put([block_of(0)]) == [Put.DROPPED]
+            assert await tier.put([block_of(0)]) == [PutResult.DROPPED]
             assert not await tier.write_note("a note", b"x", 1.0)
 
     asyncio.run(main())

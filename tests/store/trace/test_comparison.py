@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.conversations import Conversations
 from kvferry.core.errors import ConfigError
-from kvferry.store.eviction.base import Key
+from kvferry.store.eviction.base import BlockKey
 from kvferry.store.eviction.lru import Lru
 from kvferry.store.eviction.table import POLICIES
 from kvferry.store.trace.caches import NextUses, OptimalCache, PolicyCache
@@ -89,7 +89,7 @@ class Counted(Lru):
 
     most = 0
 
-    def insert(self, key: Key, now: float, parent: Key | None = None) -> None:
+    def insert(self, key: BlockKey, now: float, parent: BlockKey | None = None) -> None:
         super().insert(key, now, parent)
         Counted.most = max(Counted.most, len(self))
 

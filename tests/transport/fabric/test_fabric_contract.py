@@ -80,7 +80,7 @@ async def test_a_peer_killed_in_the_middle_of_a_read(name: str, make_region: Cal
     peer = await node.fabrics[0].connect(next(iter(producer.where["fabrics"].values())), soon())
     before = ours.bytes[:64].copy()
     reading = asyncio.create_task(peer.read(everything(ours), everything(ours), soon(60)))
-    await eventually(lambda: not (ours.bytes[:64] == before).all(), every_s=0)
+    await eventually(lambda: not (ours.bytes[:64] == before).all(), interval_s=0)
     producer.kill()
     with pytest.raises(PeerLost):
         await reading

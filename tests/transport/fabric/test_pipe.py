@@ -252,7 +252,7 @@ async def test_a_pipe_need_not_notice_the_end(make_region: MakeRegion, who: str)
     async with made_up(make_region, None, RuntimeError("broken") if who == "the peer" else None) as (peer, own, _, _):
         read = asyncio.create_task(peer.read([(8, 4)], [(0, 4)], soon(60)))
         if who == "the reader":
-            await eventually(lambda: own.pipes[0].receives, every_s=0)
+            await eventually(lambda: own.pipes[0].receives, interval_s=0)
             await peer.close()
         with pytest.raises(PeerLost, match="closed the connection"):
             await read
@@ -324,7 +324,7 @@ async def test_a_producer_that_is_killed(make_region: MakeRegion, pipe: str) -> 
             producer.tell("open", "k")
             producer.tell("insert", "k", 0, 4)
             fetching = asyncio.create_task(consumer.drop_select(Want("k", producer.source, [0], soon(60))))
-            await eventually(lambda: ours.blocks([0]) == same.blocks([4]), every_s=0)
+            await eventually(lambda: ours.blocks([0]) == same.blocks([4]), interval_s=0)
         finally:
             producer.kill()
         with pytest.raises(PeerLost):
@@ -341,7 +341,7 @@ async def test_a_producer_that_is_killed_in_the_middle_of_a_read(make_region: Ma
         peer = await own.connect(next(iter(producer.where["fabrics"].values())), soon(60))
         everything = [(0, ours.memory.num_bytes)]
         reading = asyncio.create_task(peer.read(everything, everything, soon(60)))
-        await eventually(lambda: not (ours.bytes[:64] == before).all(), every_s=0)
+        await eventually(lambda: not (ours.bytes[:64] == before).all(), interval_s=0)
         producer.kill()
         with pytest.raises(PeerLost):
             await reading

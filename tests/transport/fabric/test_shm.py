@@ -18,13 +18,13 @@ WAYS = [copy_one_by_one] if copier() is copy_one_by_one else [copy_one_by_one, c
 @pytest.mark.parametrize("copy", WAYS)
 @pytest.mark.parametrize("longest", [1, 700, 4097, 9000, SHORT_BYTES + 3])
 def test_every_piece_arrives_and_nothing_else_changes(copy: CopyPieces, longest: int) -> None:
-    dice = random.Random(longest)
-    source = np.frombuffer(dice.randbytes(64 * longest), np.uint8)
+    rng = random.Random(longest)
+    source = np.frombuffer(rng.randbytes(64 * longest), np.uint8)
     target = np.zeros(64 * longest, np.uint8)
     expected = target.copy()
     pieces = []
-    for place in dice.sample(range(64), 40):
-        start, length = dice.randrange(64), dice.randint(1, longest)
+    for place in rng.sample(range(64), 40):
+        start, length = rng.randrange(64), rng.randint(1, longest)
         taken = source[start * longest : start * longest + length]
         expected[place * longest : place * longest + length] = taken
         pieces.append((taken.ctypes.data, target.ctypes.data + place * longest, length))

@@ -93,10 +93,10 @@ def test_the_logical_tensor_stays_the_same(data: st.DataObject) -> None:
     ours = instance(tp_sizes[1], sizes[1], shapes, draw(st.booleans()), 0)
 
     num_tokens = draw(st.integers(1, 30))
-    dice = np.random.default_rng(draw(st.integers(0, 2**32)))
-    tensors = [dice.random((num_tokens, heads, key + value), np.float32) for heads, key, value in shapes]
-    their_ids = dice.permutation(NUM_BLOCKS)[: -(-num_tokens // sizes[0])].tolist()
-    our_ids = dice.permutation(NUM_BLOCKS)[: -(-num_tokens // sizes[1])].tolist()
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    tensors = [rng.random((num_tokens, heads, key + value), np.float32) for heads, key, value in shapes]
+    their_ids = rng.permutation(NUM_BLOCKS)[: -(-num_tokens // sizes[0])].tolist()
+    our_ids = rng.permutation(NUM_BLOCKS)[: -(-num_tokens // sizes[1])].tolist()
     skip = draw(st.integers(0, num_tokens // sizes[1]))
     for rank in theirs:
         rank.write(tensors, their_ids)

@@ -6,7 +6,7 @@ from kv_support import make_layout
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError
 from kvferry.transport.lookup_buffer.entries import Cursor, EntryBounds, EntryTable
-from kvferry.transport.lookup_buffer.messages import News, Part
+from kvferry.transport.lookup_buffer.messages import KeyUpdate, Part
 from kvferry.transport.memory import BlockGeometry
 
 ALL_LAYERS = 3
@@ -28,47 +28,47 @@ def sealed_table(clock: ManualClock, **bounds: float) -> tuple[EntryTable, int]:
 
 def generation_of(table: EntryTable, key: str = "k") -> int:
     cursor = Cursor(key)
-    table.news(cursor)
+    table.next_update(cursor)
     return cursor.generation
 
 
-def told(table: EntryTable, key: str = "k") -> News | None:
+def told(table: EntryTable, key: str = "k") -> KeyUpdate | None:
     """To a consumer that asks only now."""
-    return table.news(Cursor(key))
+    return table.next_update(Cursor(key))
 
 
-def over(reason: str) -> News:
-    return News(0, -1, over=reason)
+def over(reason: str) -> KeyUpdate:
+    return KeyUpdate(0, -1, end_reason=reason)
 
 
-def test_news_comes_once_and_in_order() -> None:
+def test_updates_come_once_and_in_order() -> None:
     table, cursor = make_table(), Cursor("k")
-    assert table.news(cursor) is None
+    assert table.next_update(cursor) is None
     table.open("k")
-    assert table.news(cursor) == News(0, cursor.generation)
+    assert table.next_update(cursor) == KeyUpdate(0, cursor.generation)
     table.insert("k", PART)
     table.insert("k", Part(0, 1, 2, [7]))
-    assert table.news(cursor) == News(0, cursor.generation, [PART, Part(0, 1, 2, [7])])
-    assert table.news(cursor) is None
+    assert table.next_update(cursor) == KeyUpdate(0, cursor.generation, [PART, Part(0, 1, 2, [7])])
+    assert table.next_update(cursor) is None
     table.seal("k", b"meta")
-    assert table.news(cursor) == News(0, cursor.generation, meta=b"meta")
-    assert table.news(cursor) is None
+    assert table.next_update(cursor) == KeyUpdate(0, cursor.generation, meta=b"meta")
+    assert table.next_update(cursor) is None
     table.drop("k")
-    assert table.news(cursor) == News(0, cursor.generation, over="dropped")
-    assert table.news(cursor) is None
+    assert table.next_update(cursor) == KeyUpdate(0, cursor.generation, end_reason="dropped")
+    assert table.next_update(cursor) is None
 
 
-def test_long_news_comes_in_pieces() -> None:
+def test_long_updates_are_divided() -> None:
     table, cursor = make_table(), Cursor("k")
     table.open("k")
     for index in range(5):
         table.insert("k", Part(0, 1, index * 60_000, list(range(60_000))))
     table.seal("k", b"")
     num_parts, metas = 0, list[bytes | None]()
-    while (news := table.news(cursor)) is not None:
-        assert sum(len(part.block_ids) for part in news.parts) < 200_000
-        num_parts += len(news.parts)
-        metas.append(news.meta)
+    while (update := table.next_update(cursor)) is not None:
+        assert sum(len(part.block_ids) for part in update.parts) < 200_000
+        num_parts += len(update.parts)
+        metas.append(update.meta)
     assert num_parts == 5
     assert metas == [*[None] * (len(metas) - 1), b""], "the seal comes with the last part"
 
@@ -162,9 +162,9 @@ def test_after_a_reset_only_the_new_parts_can_be_taken() -> None:
     table.open("k")
     table.insert("k", PART)
     old, cursor = generation_of(table), Cursor("k")
-    table.news(cursor)
+    table.next_update(cursor)
     table.reset("k")
-    assert table.news(cursor) == News(0, cursor.generation)
+    assert table.next_update(cursor) == KeyUpdate(0, cursor.generation)
     assert cursor.generation != old
     table.insert("k", PART)
     table.seal("k", b"")
@@ -369,7 +369,7 @@ def test_whoever_finds_that_a_lease_is_over_tells_all(found_by: str) -> None:
     clock = ManualClock()
     table, generation = sealed_table(clock, lease_s=10)
     cursor, heard = Cursor("k"), list[str]()
-    table.news(cursor)
+    table.next_update(cursor)
     table.listen(lambda: heard.append("change"))
     table.on_end = lambda: heard.append("end")
     clock.advance(10)
@@ -384,7 +384,7 @@ def test_whoever_finds_that_a_lease_is_over_tells_all(found_by: str) -> None:
             assert table.ended(["k"]) == ["k"]
             assert table.end_reason("k") == "expired"
     assert heard == ["change", "end"]
-    assert table.news(cursor) == News(0, generation, over="expired")
+    assert table.next_update(cursor) == KeyUpdate(0, generation, end_reason="expired")
     table.renew("k")
     table.expire()
     assert heard[2:] == [], "once"

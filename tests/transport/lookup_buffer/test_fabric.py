@@ -35,7 +35,7 @@ from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import (
     PURPOSE,
     FromConsumer,
-    News,
+    KeyUpdate,
     Part,
     ProducerInfo,
     Select,
@@ -127,7 +127,7 @@ async def test_a_killed_producer_fails_all_its_hand_offs_at_once(
             asyncio.ensure_future(consumer.drop_select(Want(key, producer.source, [0], soon(60))))
             for key in ("begun", "unknown")
         ]
-        await eventually(lambda: len(consumer.pool.peers) == 1, every_s=0)
+        await eventually(lambda: len(consumer.pool.peers) == 1, interval_s=0)
         producer.kill()
         for fetch in fetches:
             with pytest.raises(PeerLost):
@@ -144,7 +144,7 @@ async def test_a_stopped_producer_is_waited_for_once(make_region: Callable[..., 
         consumer.pool.peer_type = ImpatientPeer
         want = Want("begun", producer.source, [0], soon(60))
         under_way = [asyncio.ensure_future(consumer.drop_select(replaced(want, key=key))) for key in ("begun", "never")]
-        await eventually(lambda: [len(peer.followers) for peer in consumer.pool.peers.values()] == [2], every_s=0)
+        await eventually(lambda: [len(peer.followers) for peer in consumer.pool.peers.values()] == [2], interval_s=0)
         await asyncio.to_thread(stop, producer.process)
         for fetch in under_way:
             with pytest.raises(PeerLost):
@@ -160,11 +160,11 @@ async def test_a_stopped_producer_is_waited_for_once(make_region: Callable[..., 
     producer.kill()
 
 
-async def test_a_producer_without_news_is_not_lost(make_region: Callable[..., BlockRegion]) -> None:
+async def test_a_producer_without_updates_is_not_lost(make_region: Callable[..., BlockRegion]) -> None:
     async with instance(make_region(seed=1)) as (producer, source), instance(make_region()) as (consumer, _):
         consumer.pool.peer_type = ImpatientPeer
         fetching = asyncio.ensure_future(consumer.drop_select(Want("k", source, [0], soon(60))))
-        await eventually(lambda: source in consumer.pool.peers, every_s=0)
+        await eventually(lambda: source in consumer.pool.peers, interval_s=0)
         done, _ = await asyncio.wait([fetching], timeout=1.2)
         assert not done
         offer(producer, "k")
@@ -223,7 +223,7 @@ async def test_a_lease_is_renewed_while_a_consumer_is_at_work(make_region: Calla
         await reading.wait()
         producer.table.renew = renew
         for number in range(1, 5):
-            await eventually(lambda number=number: len(renewals) >= number, every_s=0)
+            await eventually(lambda number=number: len(renewals) >= number, interval_s=0)
             clock.advance(0.9 * lease_s)
             assert producer.table.ended(["k"]) == []
         gate.set()
@@ -244,17 +244,20 @@ async def test_a_release_is_of_its_own_instance_where_another_reads_the_key(
         fetching = asyncio.ensure_future(second.drop_select(Want("k", source, [0], soon())))
         assert producer.table.open("k")
         producer.table.insert("k", ALL)
-        await eventually(lambda: ours.blocks([0]) == theirs.blocks([4]), every_s=0)
+        await eventually(lambda: ours.blocks([0]) == theirs.blocks([4]), interval_s=0)
         await first.release("k", source, deadline=soon())
         if ends:
             with pytest.raises(LeaseEnded, match="released"):
                 await fetching
         else:
             await first.release("another", source, deadline=soon())
-            await eventually(lambda: producer.table.news(Cursor("another")) == News(0, -1, over="released"), every_s=0)
+            await eventually(
+                lambda: producer.table.next_update(Cursor("another")) == KeyUpdate(0, -1, end_reason="released"),
+                interval_s=0,
+            )
             producer.table.seal("k", b"meta")
             assert (await fetching).meta == b"meta"
-        await eventually(lambda: producer.table.ended(["k"]) == ["k"], every_s=0)
+        await eventually(lambda: producer.table.ended(["k"]) == ["k"], interval_s=0)
 
 
 async def test_a_key_is_kept_for_a_consumer_whose_ranks_have_not_all_taken_it(
@@ -344,11 +347,11 @@ async def test_a_key_is_kept_alive_without_being_read(make_region: Callable[...,
         offer(producer, "k")
         keeping = asyncio.ensure_future(consumer.keep("k", source, lambda: None))
         begun = asyncio.get_running_loop().time()
-        await eventually(lambda: asyncio.get_running_loop().time() > begun + 2 * lease_s, every_s=0)
+        await eventually(lambda: asyncio.get_running_loop().time() > begun + 2 * lease_s, interval_s=0)
         assert producer.table.ended(["k"]) == []
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-        await eventually(lambda: producer.table.ended(["k"]) == ["k"], every_s=0)
+        await eventually(lambda: producer.table.ended(["k"]) == ["k"], interval_s=0)
         assert producer.table.end_reason("k") == "expired"
         assert (ours.bytes == before).all()
 
@@ -360,7 +363,7 @@ async def test_keeping_ends_with_the_key_and_with_the_producer(make_region: Call
             keeping = asyncio.ensure_future(consumer.keep("k", source, is_sealed.set))
             assert producer.table.open("k")
             producer.table.insert("k", ALL)
-            await eventually(lambda: len(consumer.pool.peers) == 1, every_s=0)
+            await eventually(lambda: len(consumer.pool.peers) == 1, interval_s=0)
             assert not is_sealed.is_set()
             producer.table.seal("k", b"meta")
             await is_sealed.wait()
@@ -381,9 +384,9 @@ async def test_more_keys_than_may_be_watched_at_once(make_region: Callable[..., 
             for key in keys:
                 offer(producer, key)
             keeping = [asyncio.ensure_future(consumer.keep(key, source, partial(sealed.append, key))) for key in keys]
-            await eventually(lambda: sealed == keys[:2], every_s=0)
+            await eventually(lambda: sealed == keys[:2], interval_s=0)
             producer.table.drop(keys[0])
-            await eventually(lambda: sealed == keys[:3], every_s=0)
+            await eventually(lambda: sealed == keys[:3], interval_s=0)
         for one in keeping[1:]:
             with pytest.raises(PeerLost):
                 await one
@@ -408,7 +411,7 @@ async def test_a_reset_between_read_and_digest_is_no_mismatch(make_region: Calla
         producer.table.insert("k", ALL)
         await reading.wait()
         gate.set()
-        await eventually(lambda: ours.blocks([0]) == theirs.blocks([4]), every_s=0)
+        await eventually(lambda: ours.blocks([0]) == theirs.blocks([4]), interval_s=0)
         producer.table.reset("k")
         theirs.fill(66)
         producer.table.insert("k", Part(0, 3, 0, [12]))
@@ -432,13 +435,13 @@ async def test_the_consumer_s_connection_breaks_before_the_take(make_region: Cal
 
 
 LIES = {
-    "blocks outside of its memory": News(0, 1, [Part(0, 3, 0, [16])]),
-    "negative blocks": News(0, 1, [Part(0, 3, 0, [-1])]),
-    "layers that do not exist": News(0, 1, [Part(2, 2, 0, [1])]),
-    "negative layers": News(0, 1, [Part(-1, 2, 0, [1])]),
-    "no layers": News(0, 1, [Part(0, 0, 0, [1])]),
-    "blocks before the first": News(0, 1, [Part(0, 3, -1, [1, 2])]),
-    "a seal without parts": News(0, 1, meta=b""),
+    "blocks outside of its memory": KeyUpdate(0, 1, [Part(0, 3, 0, [16])]),
+    "negative blocks": KeyUpdate(0, 1, [Part(0, 3, 0, [-1])]),
+    "layers that do not exist": KeyUpdate(0, 1, [Part(2, 2, 0, [1])]),
+    "negative layers": KeyUpdate(0, 1, [Part(-1, 2, 0, [1])]),
+    "no layers": KeyUpdate(0, 1, [Part(0, 0, 0, [1])]),
+    "blocks before the first": KeyUpdate(0, 1, [Part(0, 3, -1, [1, 2])]),
+    "a seal without parts": KeyUpdate(0, 1, meta=b""),
 }
 
 
@@ -453,8 +456,8 @@ async def test_a_producer_that_lies_is_not_believed(make_region: Callable[..., B
             ProducerInfo(theirs.memory.num_blocks, theirs.memory.geometry.places, 30.0, {"shm": shm.describe()})
         )
         select: Select = await connection.receive(FromConsumer)
-        await connection.send(News(99, 1))
-        await connection.send(News(select.select_id, 7, held=True))
+        await connection.send(KeyUpdate(99, 1))
+        await connection.send(KeyUpdate(select.select_id, 7, take_confirmed=True))
         await connection.send(replace(LIES[lie], select_id=select.select_id))
         while True:
             assert not isinstance(await connection.receive(FromConsumer), Take)

@@ -44,7 +44,7 @@ def sharded(layout: KVLayout, tp_size: int, *, whole: bool = False) -> KVLayout:
     """The first rank's layout where `tp_size` ranks split the heads; with `whole`, each has all of them."""
 
     def shard(layer: LayerLayout) -> LayerLayout:
-        total = layer.whole_kv_heads
+        total = layer.model_kv_heads
         return msgspec.structs.replace(
             layer, num_kv_heads=total if whole else max(1, total // tp_size), total_kv_heads=total
         )

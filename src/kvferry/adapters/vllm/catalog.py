@@ -33,5 +33,7 @@ def connector_class(name: str) -> type:
     connector_name = name.removeprefix(PREFIX)
     spec = find_connector(KVTransferConfig(kv_connector=connector_name))
     side = spec.scheduler_class()
-    base = KvferryGroupsConnector if issubclass(side, HandsOff) and side.takes_parts else KvferryConnector
+    # `takes_parts`: the deprecated name
+    takes_sections = issubclass(side, HandsOff) and (side.takes_sections or getattr(side, "takes_parts", False))
+    base = KvferryGroupsConnector if takes_sections else KvferryConnector
     return type(name, (base,), {"__module__": "kvferry.adapters.vllm", "connector_name": connector_name})

@@ -33,9 +33,9 @@ from kvferry.adapters.vllm.kv_cache.pool import SharedAllocation
 from kvferry.adapters.vllm.loads import StepResults
 from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts, WorkerReports
 from kvferry.adapters.vllm.metrics import KvferryPromMetrics, KvferryStats, Meter
-from kvferry.adapters.vllm.parts import Partition
 from kvferry.adapters.vllm.pins import Pins
 from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
+from kvferry.adapters.vllm.sections import Partition
 from kvferry.adapters.vllm.settings import publishes_events, read_settings
 from kvferry.adapters.vllm.worker_half import WorkerHalf
 from kvferry.connectors.api import ConnectorContext, HandsOff, statistics_of
@@ -59,7 +59,7 @@ class KvferryConnector(KVConnectorBase_V1):
         parallel = vllm_config.parallel_config
         worker = parallel.data_parallel_index * parallel.tensor_parallel_size + rank
         self._settings = read_settings(vllm_config.kv_transfer_config, self.connector_name, worker)
-        self._require_ranks(parallel.tensor_parallel_size)
+        self._refuse_unsupported_tp_size(parallel.tensor_parallel_size)
         self._shape = cache_shape(vllm_config, kv_cache_config, supports_groups=isinstance(self, SupportsHMA))
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
@@ -74,7 +74,7 @@ class KvferryConnector(KVConnectorBase_V1):
         else:
             siblings.claim_hand_offs(self, self._settings)
 
-    def _require_ranks(self, tp_size: int) -> None:
+    def _refuse_unsupported_tp_size(self, tp_size: int) -> None:
         if find_connector(self._settings.transfer).worker_class().plan_type is None and tp_size > 1:
             raise ConfigError(f"{self.connector_name} works on one rank only, and this vLLM has {tp_size}")
 
@@ -186,7 +186,7 @@ class KvferryConnector(KVConnectorBase_V1):
             Pins(self._pool),
             siblings.salts(settings, self._vllm_config.lora_config),
             with_events=publishes_events(self._vllm_config),
-            idle=siblings.pause_user(settings, pauses=not is_data_parallel),
+            idle=siblings.idle_pause(settings, pauses=not is_data_parallel),
             is_alone=facts.is_alone,
         )
 

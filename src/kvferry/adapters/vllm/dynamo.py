@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _TABLE = "dynamo.vllm.kv_connector_protocols"
 
@@ -24,7 +24,7 @@ def add_to_dynamo(names: Iterable[str]) -> None:
     try:
         from dynamo.vllm.kv_connector_protocols import KV_CONNECTOR_PROTOCOLS, KvConnectorProtocol
     except ImportError:
-        log.warning("this release of Dynamo has no %s: hand-offs with kvferry's connectors are refused", _TABLE)
+        logger.warning("this release of Dynamo has no %s: hand-offs with kvferry's connectors are refused", _TABLE)
         return
 
     class KvferryProtocol(KvConnectorProtocol):  # type: ignore[misc, unused-ignore]

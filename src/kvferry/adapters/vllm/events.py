@@ -28,7 +28,7 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import LeakError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -139,7 +139,7 @@ class VllmBlockEvents:
         return bool(self._num_pending or self._events)
 
     def _stop_waiting(self) -> None:
-        log.warning("%d blocks that were to be written to a store are no longer reported", self._num_pending)
+        logger.warning("%d blocks that were to be written to a store are no longer reported", self._num_pending)
         self._num_pending = 0
         for block in self._blocks.values():
             block.num_pending = 0

@@ -24,21 +24,21 @@ their results."""
 
 
 class IdlePause:
-    """The pauses of one engine. Their length doubles from `first_s` up to `max_s` seconds; there are none if `max_s` is
-    0. Used from vLLM's scheduler thread only."""
+    """The pauses of one engine. Their length doubles from `first_pause_s` up to `max_s` seconds; there are none if
+    `max_s` is 0. Used from vLLM's scheduler thread only."""
 
-    first_s = 0.001
+    first_pause_s = 0.001
 
     def __init__(self, max_s: float = 0.02, sleep: Callable[[float], None] = time.sleep) -> None:
         self.max_s, self._sleep = max_s, sleep
-        self._num_empty, self._pauses = 0, doubling_waits(self.first_s, max_s)
+        self._num_idle_steps, self._pauses = 0, doubling_waits(self.first_pause_s, max_s)
         self._users: set[str] = set()
         self._reports: dict[str, bool] = {}
 
-    def user(self, name: str) -> PauseUser:
+    def user(self, name: str) -> ConnectorPause:
         """Register one of the engine's connectors; there is no pause before all of them have reported a step."""
         self._users.add(name)
-        return PauseUser(self, name)
+        return ConnectorPause(self, name)
 
     def report(self, name: str, *, has_work: bool) -> None:
         """Report a connector's step. Sleeps when all have reported, if this step and the last ones had no work."""
@@ -52,15 +52,15 @@ class IdlePause:
 
     def _step(self, *, has_work: bool) -> None:
         if has_work or not self.max_s:
-            self._num_empty, self._pauses = 0, doubling_waits(self.first_s, self.max_s)
+            self._num_idle_steps, self._pauses = 0, doubling_waits(self.first_pause_s, self.max_s)
             return
-        self._num_empty += 1
-        if self._num_empty > NUM_EMPTY_STEPS:
+        self._num_idle_steps += 1
+        if self._num_idle_steps > NUM_EMPTY_STEPS:
             self._sleep(next(self._pauses))
 
 
 @dataclass(frozen=True)
-class PauseUser:
+class ConnectorPause:
     """One connector's share of the pause."""
 
     pause: IdlePause

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvferry.adapters.vllm.messages import RankReport, StepMetadata
-from kvferry.adapters.vllm.parts import by_group
+from kvferry.adapters.vllm.sections import by_group
 from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, TransferEvent, TransferReport
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.report_codec import encode_report
@@ -38,11 +38,11 @@ class _Load:
 
 
 class Loads:
-    """`num_groups`: number of vLLM's KV cache groups; if there are several, the worker side reports about parts of
+    """`num_groups`: number of vLLM's KV cache groups; if there are several, the worker side reports about sections of
     requests."""
 
     def __init__(self, block_size: int, num_groups: int) -> None:
-        self._block_size, self._has_parts = block_size, num_groups > 1
+        self._block_size, self._has_sections = block_size, num_groups > 1
         self._joined = RankReports(num_groups)
         self._running: dict[str, _Load] = {}
         self._step_loads: dict[str, list[int]] = {}
@@ -72,10 +72,10 @@ class Loads:
         translated: TransferReport = []
         for event in report:
             match event:
-                case Failed(kept_as=name) if name:
+                case Failed(held_under=name) if name:
                     self._failed_but_writing[name] = event
                 case Released(name) if name in self._failed_but_writing:
-                    translated.append(msgspec.structs.replace(self._failed_but_writing.pop(name), kept_as=""))
+                    translated.append(msgspec.structs.replace(self._failed_but_writing.pop(name), held_under=""))
                 case Released(request_id):
                     self._failed_but_writing = {
                         name: failure
@@ -92,15 +92,15 @@ class Loads:
     def add_results(self, events: TransferReport, not_held: Mapping[str, Sequence[int]], results: StepResults) -> None:
         """Add these events to `results`. `not_held`: by request id, the groups whose blocks are not held at the
         request's end."""
-        report = self._join_parts(events, not_held) if self._has_parts else events
+        report = self._join_sections(events, not_held) if self._has_sections else events
         for event in report:
             self._add_event(event, results)
         results.rank_report.transfers = encode_report(report) if report else b""
 
-    def _join_parts(self, report: TransferReport, not_held: Mapping[str, Sequence[int]]) -> TransferReport:
+    def _join_sections(self, report: TransferReport, not_held: Mapping[str, Sequence[int]]) -> TransferReport:
         """If the connector reports about parts of requests, turn the events into events of whole requests."""
-        for group, part in by_group(report).items():
-            self._joined.add(group, part)
+        for group, section in by_group(report).items():
+            self._joined.add(group, section)
         for request_id, groups in not_held.items():
             for group in groups:
                 self._joined.add(group, [Released(request_id)])

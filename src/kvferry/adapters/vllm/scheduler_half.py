@@ -1,7 +1,7 @@
 """The half of a connector beside vLLM's scheduler, which translates vLLM's calls to calls of a `SchedulerSide`.
 
 Owns the views of vLLM's requests, and the state of their loads. If the model has several KV cache groups, the
-`SchedulerSide` sees several requests for one of vLLM's (`parts`). vLLM's rules about loads:
+`SchedulerSide` sees several requests for one of vLLM's (`sections`). vLLM's rules about loads:
 
 - A request that waits for an asynchronous load continues after exactly one report in `finished_recving`, whether it was
   loaded, failed or aborted; a second report ends vLLM.
@@ -21,11 +21,11 @@ import msgspec
 
 from kvferry.adapters.vllm.events import VllmBlockEvents
 from kvferry.adapters.vllm.identity.salts import Salts
-from kvferry.adapters.vllm.idle import IdlePause, PauseUser
+from kvferry.adapters.vllm.idle import ConnectorPause, IdlePause
 from kvferry.adapters.vllm.messages import StepMetadata, WorkerReports
-from kvferry.adapters.vllm.parts import BlocksOf, Part, Partition
 from kvferry.adapters.vllm.pins import Pins
 from kvferry.adapters.vllm.requests import RequestAdapter
+from kvferry.adapters.vllm.sections import BlocksOf, Partition, Section
 from kvferry.adapters.vllm.settings import AdapterSettings
 from kvferry.connectors.api import (
     Failed,
@@ -49,7 +49,7 @@ from kvferry.connectors.report_codec import decode_report
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import KvferryError, LeakError, TransferError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
 """vLLM's block id for positions of a block table without a block, which are before a window."""
@@ -60,14 +60,14 @@ class _RequestState:
     """One of vLLM's requests, and the connector's view of it."""
 
     view: RequestAdapter
-    parts: Sequence[Part]
+    sections: Sequence[Section]
     waits_for: Literal["load", "report"] | None = None
     """The request waits for the end of its load or, without blocks, for a report of the workers."""
 
     @property
-    def part_views(self) -> Iterator[RequestView]:
+    def section_views(self) -> Iterator[RequestView]:
         """The connector's views."""
-        return (part.view for part in self.parts)
+        return (section.view for section in self.sections)
 
 
 class SchedulerHalf:
@@ -88,7 +88,7 @@ class SchedulerHalf:
         salts: Salts,
         *,
         with_events: bool = False,
-        idle: PauseUser | None = None,
+        idle: ConnectorPause | None = None,
         is_alone: bool = True,
     ) -> None:
         self.side = side
@@ -113,18 +113,18 @@ class SchedulerHalf:
         """Add a new request: vLLM's `Request`."""
         layout, hands_off = self._layout, self._settings.options.hand_off
         view = RequestAdapter(request, layout.block_size, layout.model_identity, self._salts, hand_off=hands_off)
-        state = self._requests[view.request_id] = _RequestState(view, self._partition.parts(view))
+        state = self._requests[view.request_id] = _RequestState(view, self._partition.sections(view))
         if request.lora_request is not None and request.lora_request.load_inplace:
             self._reloading[view.request_id] = view
         if view.error is None and view.salt_error is None:
-            for part_view in state.part_views:
-                self.side.arrived(part_view)
+            for section_view in state.section_views:
+                self.side.arrived(section_view)
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Number of tokens that can be loaded (None: not known yet, vLLM calls again), and True if the request waits
         for them."""
         state = self._requests[request.request_id]
-        view, main = state.view, state.parts[0]
+        view, main = state.view, state.sections[0]
         if view.failed:
             return 0, False
         view.last_match = None
@@ -169,7 +169,7 @@ class SchedulerHalf:
             level = (
                 logging.WARNING if error is not view.salt_error else logging.DEBUG
             )  # the error is logged once for all of them
-            log.log(level, "request %s: its KV cannot be loaded: %s", view.request_id, error)
+            logger.log(level, "request %s: its KV cannot be loaded: %s", view.request_id, error)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Handle the reservation of blocks, by group, for the tokens of `match` or for the rest of the request."""
@@ -183,11 +183,14 @@ class SchedulerHalf:
         (num_computed_tokens, hit), view.last_match = view.last_match, None
         if hit.num_tokens != num_external_tokens:
             return  # vLLM, or another connector in a MultiConnector, loads another number of tokens
-        if any(self._lacks_blocks(part, part.blocks(block_ids), num_computed_tokens, hit) for part in state.parts):
+        if any(
+            self._lacks_blocks(section, section.blocks(block_ids), num_computed_tokens, hit)
+            for section in state.sections
+        ):
             self._refuse(view)
             return
-        for part in state.parts:
-            self._allocate(part, part.blocks(block_ids), num_computed_tokens, hit)
+        for section in state.sections:
+            self._allocate(section, section.blocks(block_ids), num_computed_tokens, hit)
         if hit.layerwise:
             first = num_computed_tokens // self._layout.block_size
             last = -(-(num_computed_tokens + hit.num_tokens) // self._layout.block_size)
@@ -197,9 +200,12 @@ class SchedulerHalf:
             self._next.forgotten.discard(view.request_id)  # of an earlier load
             state.waits_for = "load"
 
-    def _lacks_blocks(self, part: Part, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> bool:
+    def _lacks_blocks(self, section: Section, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> bool:
         """True if vLLM has reserved no block for some of the tokens to load."""
-        first, last = part.position(num_computed_tokens), part.position(num_computed_tokens + hit.num_tokens)
+        first, last = (
+            section.num_tokens_within(num_computed_tokens),
+            section.num_tokens_within(num_computed_tokens + hit.num_tokens),
+        )
         size = self._layout.block_size
         return NULL_BLOCK in block_ids[first // size : -(-last // size)]
 
@@ -209,9 +215,12 @@ class SchedulerHalf:
         view.failed = True
         self._next.refused.add(view.request_id)
 
-    def _allocate(self, part: Part, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
-        first, last = part.position(num_computed_tokens), part.position(num_computed_tokens + hit.num_tokens)
-        self.side.allocated(part.view, block_ids, first, replace(hit, num_tokens=last - first))
+    def _allocate(self, section: Section, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
+        first, last = (
+            section.num_tokens_within(num_computed_tokens),
+            section.num_tokens_within(num_computed_tokens + hit.num_tokens),
+        )
+        self.side.allocated(section.view, block_ids, first, replace(hit, num_tokens=last - first))
 
     def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """End a request. Returns True if its blocks stay until a report, and the ticket."""
@@ -221,9 +230,11 @@ class SchedulerHalf:
         self._reloading.pop(request.request_id, None)
         state.view.check_adapter(self._salts)
         name = state.view.request_id
-        outcomes = [self.side.finish(part.view, part.blocks(block_ids)) for part in state.parts]
+        outcomes = [self.side.finish(section.view, section.blocks(block_ids)) for section in state.sections]
         not_held = [
-            part.group for part, outcome in zip(state.parts, outcomes, strict=True) if not isinstance(outcome, Hold)
+            section.group
+            for section, outcome in zip(state.sections, outcomes, strict=True)
+            if not isinstance(outcome, Hold)
         ]
         is_held = len(not_held) < len(outcomes)
         if not is_held:
@@ -242,7 +253,7 @@ class SchedulerHalf:
         for reloading in self._reloading.values():
             reloading.check_adapter(self._salts)
         names = [name for name in step.preempted_req_ids or () if name in self._requests]
-        preempted = [part_view for name in names for part_view in self._requests[name].part_views]
+        preempted = [section_view for name in names for section_view in self._requests[name].section_views]
         for name in names:
             self._pins.release(name)
         view = StepView(list(self._chunks(step)), preempted)
@@ -273,16 +284,16 @@ class SchedulerHalf:
                 continue
             start = state.view.request.num_computed_tokens
             if has_groups and start >= len(state.view.prompt_token_ids):
-                continue  # parts consist of prompt tokens only, and many requests may be decoding
-            for part in state.parts:
-                yield part.chunk(start, num_tokens, blocks_of, name)
+                continue  # sections consist of prompt tokens only, and many requests may be decoding
+            for section in state.sections:
+                yield section.chunk(start, num_tokens, blocks_of, name)
             if has_groups and state.view.ends_prefill(start, num_tokens):
-                self._pin(state.parts, blocks_of, name)
+                self._pin(state.sections, blocks_of, name)
 
-    def _pin(self, parts: Sequence[Part], blocks_of: BlocksOf, name: str) -> None:
+    def _pin(self, sections: Sequence[Section], blocks_of: BlocksOf, name: str) -> None:
         """Keep the windows of a prompt that is completely computed in this step."""
         block_ids = blocks_of(name)
-        windows = [part.blocks(block_ids) for part in parts if part.is_window]
+        windows = [section.blocks(block_ids) for section in sections if section.is_window]
         self._pins.hold(name, chain.from_iterable(windows))
 
     def completed(self, reports: WorkerReports | None) -> None:
@@ -305,7 +316,7 @@ class SchedulerHalf:
                     self._cancelling.discard(request_id)
                     self._pins.release(request_id)
         if report:
-            self.side.completed([part_event for event in report for part_event in self._part_events(event)])
+            self.side.completed([section_event for event in report for section_event in self._section_events(event)])
 
     def _on_load_ended(self, name: str) -> None:
         """Record that a load has ended on all ranks and that its request continues. Blocks that are released for the
@@ -315,9 +326,11 @@ class SchedulerHalf:
             state.waits_for = None
             self._next.forgotten.add(name)
 
-    def _part_events(self, event: TransferEvent) -> list[TransferEvent]:
-        """Turn an event of a request into events of its parts."""
-        return [msgspec.structs.replace(event, request_id=name) for name in self._partition.names(event.request_id)]
+    def _section_events(self, event: TransferEvent) -> list[TransferEvent]:
+        """Turn an event of a request into events of its sections."""
+        return [
+            msgspec.structs.replace(event, request_id=name) for name in self._partition.request_ids(event.request_id)
+        ]
 
     def check(self) -> None:
         """Raise `LeakError` if state of ended requests is left."""

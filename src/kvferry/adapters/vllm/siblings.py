@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvferry.adapters.vllm.identity.salts import Salts
-from kvferry.adapters.vllm.idle import IdlePause, PauseUser
+from kvferry.adapters.vllm.idle import ConnectorPause, IdlePause
 from kvferry.adapters.vllm.settings import AdapterSettings
 from kvferry.connectors.caching import keeps_blocks
 from kvferry.connectors.registry import VLLM_HAND_OFF_CONNECTORS, find_connector
@@ -50,7 +50,7 @@ def claims_allocation(connector: object, settings: AdapterSettings) -> bool:
     return _allocations.setdefault(settings.transfer.engine_id, connector) is connector
 
 
-def pause_user(settings: AdapterSettings, *, pauses: bool) -> PauseUser:
+def idle_pause(settings: AdapterSettings, *, pauses: bool) -> ConnectorPause:
     """The share of a scheduler half in the engine's pause. `pauses` False: the engine has no pauses."""
     pause = IdlePause() if pauses else IdlePause(max_s=0.0)
     return _pauses.setdefault(settings.transfer.engine_id, pause).user(settings.key)

@@ -10,7 +10,7 @@ import re
 from kvferry.core.errors import ConfigError, MissingDependency
 from kvferry.core.settings import environment
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TESTED = {"0.32": "0.32.0, CPU build", "0.33": "the Python of 0.33.0 over the compiled parts of 0.32.0's CPU build"}
 """Release line → the tested build."""
@@ -40,7 +40,7 @@ def require_tested(version: str | None = None) -> None:
         return
     tested = ", ".join(TESTED)
     if os.environ.get(OVERRIDE, "") not in ("", "0"):
-        log.warning("vLLM %s was never tested with kvferry's connectors (tested: %s)", version, tested)
+        logger.warning("vLLM %s was never tested with kvferry's connectors (tested: %s)", version, tested)
         return
     raise ConfigError(
         f"kvferry's connectors were tested with vLLM {tested}, and this is {version}; install a tested version, or"

@@ -45,7 +45,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.runtime.closing import close_all
 from kvferry.transport.memory import Region
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -57,18 +57,20 @@ class _Progress:
     """A mark after all work of earlier steps."""
     is_started: bool = False
     marks: defaultdict[int, list[DeviceMark]] = field(default_factory=lambda: defaultdict(list))
-    """The marks of the computed layers of each slot (`_Slots`); several for one layer if vLLM runs a step in
-    micro-batches."""
+    """The marks of the computed layers at each layer_position (`_LayerPositions`); several for one layer if vLLM runs a
+    step in micro-batches."""
 
 
-class _Slots:
-    """The slot of each layer by its name, and the number of layers of each slot. Slot k has the k-th layer of every KV
-    cache group (`KVCacheShape`)."""
+class _LayerPositions:
+    """The layer position of each layer by its name, and the number of layers at each position. Position k has the k-th
+    layer of every KV cache group (`KVCacheShape`)."""
 
     def __init__(self, shape: KVCacheShape) -> None:
-        self.slot_of = {name: slot for group in shape.groups for slot, name in enumerate(group.layer_names)}
-        self.num = len(shape.widest.layer_names)
-        self.num_layers = Counter(self.slot_of.values())
+        self.of_layer = {
+            name: layer_position for group in shape.groups for layer_position, name in enumerate(group.layer_names)
+        }
+        self.count = len(shape.widest.layer_names)
+        self.num_layers = Counter(self.of_layer.values())
 
 
 class WorkerHalf:
@@ -76,7 +78,7 @@ class WorkerHalf:
 
     def __init__(self, settings: AdapterSettings, shape: KVCacheShape, rank: int) -> None:
         self._settings, self._shape, self._rank = settings, shape, rank
-        self._slots = _Slots(shape)
+        self._layer_positions = _LayerPositions(shape)
         self._loads = Loads(shape.block_size, len(shape.groups))
         self._progress: _Progress | None = None
         self._device: Device = CpuDevice()
@@ -121,7 +123,7 @@ class WorkerHalf:
             self._events = side
         peer_address = side.address() if isinstance(side, ServesPeers) else None
         self.facts = self._unreported_facts = WorkerFacts(layout, peer_address, is_alone, hands_off)
-        log.info(
+        logger.info(
             "%s: %d blocks of %d bytes in %s, %s",
             self._settings.transfer.kv_connector,
             memory.num_blocks,
@@ -165,29 +167,32 @@ class WorkerHalf:
             progress.previous_work.wait()  # work of earlier steps may still use the blocks
             self.side.start(step.plan)
         if self._device.is_asynchronous and step.step_loads:
-            for slot in range(self._slots.num):
-                self._layers.wait_layer(slot)
+            for layer_position in range(self._layer_positions.count):
+                self._layers.wait_layer(layer_position)
 
     def wait_layer(self, step: StepMetadata, layer_name: str) -> None:
         """Called before a layer's attention; on the CPU, blocks until the layer is loaded."""
-        slot = self._slots.slot_of.get(layer_name)
-        if slot is None or self.side is None:
+        layer_position = self._layer_positions.of_layer.get(layer_name)
+        if layer_position is None or self.side is None:
             return
         self._progress_of(step)
         if not self._device.is_asynchronous:
             self.start(step)
-            self._layers.wait_layer(slot)
+            self._layers.wait_layer(layer_position)
 
     def save_layer(self, step: StepMetadata, layer_name: str) -> None:
-        """Called after a layer's attention. A slot is complete when its layers of all groups are computed."""
-        slot = self._slots.slot_of.get(layer_name)
-        if slot is None or self.side is None or step.plan is None:
+        """Called after a layer's attention. A layer position is complete when its layers of all groups are computed."""
+        layer_position = self._layer_positions.of_layer.get(layer_name)
+        if layer_position is None or self.side is None or step.plan is None:
             return
         progress = self._progress_of(step)
-        progress.marks[slot].append(self._device.mark())
-        if not self._device.is_asynchronous and len(progress.marks[slot]) == self._slots.num_layers[slot]:
+        progress.marks[layer_position].append(self._device.mark())
+        if (
+            not self._device.is_asynchronous
+            and len(progress.marks[layer_position]) == self._layer_positions.num_layers[layer_position]
+        ):
             self.start(step)
-            self._layers.save_layer(slot)
+            self._layers.save_layer(layer_position)
 
     def end_step(self, step: StepMetadata) -> None:
         """Called after the model has run: announce the layers without a call of `save_layer`."""
@@ -200,14 +205,14 @@ class WorkerHalf:
     def _save_remaining(self, progress: _Progress) -> None:
         """Announce the remaining layers in the order in which the device computes them."""
         end_mark = self._device.mark()
-        for slot in range(self._slots.num):
-            marks = progress.marks[slot]
-            is_complete = len(marks) >= self._slots.num_layers[slot]
+        for layer_position in range(self._layer_positions.count):
+            marks = progress.marks[layer_position]
+            is_complete = len(marks) >= self._layer_positions.num_layers[layer_position]
             if is_complete and not self._device.is_asynchronous:
                 continue  # announced when it was written
             for mark in marks if is_complete else [end_mark]:
                 mark.wait()
-            self._layers.save_layer(slot)
+            self._layers.save_layer(layer_position)
 
     def _progress_of(self, step: StepMetadata) -> _Progress:
         if self._progress is None or self._progress.step is not step:

@@ -214,7 +214,7 @@ class ChatTranslation(ABC):
         return msgspec.json.encode(self.translate_answer(answer, answer.choices[0]))
 
     def events(self, data: bytes) -> bytes:
-        """The events for the next piece of an instance's stream. Raises nothing: an error is the last event."""
+        """The events for the next chunk of an instance's stream. Raises nothing: an error is the last event."""
         written = []
         try:
             for payload in self._reader.feed(data):

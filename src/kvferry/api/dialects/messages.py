@@ -13,7 +13,7 @@ from kvferry.api.dialects.translated import (
     CHAT_PATH,
     TOKENIZE_PATH,
     PassedFields,
-    Translated,
+    TranslatedRequest,
     content_of,
     convert,
     convert_tagged,
@@ -28,7 +28,7 @@ from kvferry.core.messages.dialects import AnthropicErrors
 
 MESSAGES_PATH, COUNT_TOKENS_PATH = "/v1/messages", "/v1/messages/count_tokens"
 
-_HARMLESS = frozenset(
+_IGNORED_FIELDS = frozenset(
     [
         *("betas", "cache_control", "diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id"),
         "workspace_id",
@@ -36,7 +36,7 @@ _HARMLESS = frozenset(
 )
 """Fields that do not change what the model says."""
 
-_REASONS = {
+_REFUSAL_REASONS = {
     "container": "code is not executed by this server",
     "mcp_servers": "MCP servers are not called by this server; call them and send their tools in tools",
     "response_format": "use output_config.format",
@@ -191,9 +191,9 @@ _BLOCKS: dict[str, dict[str, type[Any]]] = {
 }
 
 
-def translate_messages(raw: bytes, request_id: str) -> Translated:
+def translate_messages(raw: bytes, request_id: str) -> TranslatedRequest:
     """Translate a request. Raises `InvalidRequest`. Takes up to about 100 ms for the largest bodies."""
-    request = read_request(raw, MessagesRequest, _HARMLESS, _REASONS)
+    request = read_request(raw, MessagesRequest, _IGNORED_FIELDS, _REFUSAL_REASONS)
     user = None if request.metadata is None else request.metadata.user_id
     streams = request.stream is True
     chat = _prompt(request) | without_none(
@@ -212,14 +212,14 @@ def translate_messages(raw: bytes, request_id: str) -> Translated:
     if request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use:
         chat["parallel_tool_calls"] = False
     translation = MessagesTranslation(request_id, shows_thoughts=not _hides_thoughts(request.thinking))
-    return Translated(CHAT_PATH, msgspec.json.encode({**request.passed(), **chat}), translation, user)
+    return TranslatedRequest(CHAT_PATH, msgspec.json.encode({**request.passed(), **chat}), translation, user)
 
 
-def translate_token_count(raw: bytes, request_id: str) -> Translated:
+def translate_token_count(raw: bytes, request_id: str) -> TranslatedRequest:
     """Translate a request for the number of a prompt's tokens. Raises `InvalidRequest`."""
-    request = read_request(raw, CountTokensRequest, _HARMLESS, _REASONS)
+    request = read_request(raw, CountTokensRequest, _IGNORED_FIELDS, _REFUSAL_REASONS)
     translation = TokenCountTranslation(request_id, AnthropicErrors(), lambda count: {"input_tokens": count})
-    return Translated(TOKENIZE_PATH, msgspec.json.encode(_prompt(request)), translation)
+    return TranslatedRequest(TOKENIZE_PATH, msgspec.json.encode(_prompt(request)), translation)
 
 
 def _prompt(request: CountTokensRequest) -> dict[str, Any]:

@@ -25,7 +25,7 @@ RESPONSES_PATH, INPUT_TOKENS_PATH = "/v1/responses", "/v1/responses/input_tokens
 
 LOGPROBS = "message.output_text.logprobs"
 
-_HARMLESS = frozenset(
+_IGNORED_FIELDS = frozenset(
     [
         *("access_programs", "background_options", "image", "max_tool_calls", "moderation", "prompt_cache_options"),
         *("prompt_cache_retention", "service_tier", "stream_options"),
@@ -34,7 +34,7 @@ _HARMLESS = frozenset(
 """Fields that are ignored: they do not change the model's answer, or do so only together with another field, which is
 refused."""
 
-_REASONS = {
+_REFUSAL_REASONS = {
     "conversation": "this server stores no conversations; use previous_response_id",
     "prompt": "this server stores no prompt templates; send instructions and input",
     "context_management": "this server does not compact conversations; send the items that the model needs",
@@ -122,7 +122,7 @@ class ResponsesRequest(InputTokensRequest, kw_only=True):
 
 def read_responses_request(raw: bytes) -> ResponsesRequest:
     """Decode a request. Raises `InvalidRequest`."""
-    request = read_request(raw, ResponsesRequest, _HARMLESS, _REASONS)
+    request = read_request(raw, ResponsesRequest, _IGNORED_FIELDS, _REFUSAL_REASONS)
     if request.background:
         raise InvalidRequest(
             "background: responses are not computed in the background by this server", param="background"
@@ -135,7 +135,7 @@ def read_responses_request(raw: bytes) -> ResponsesRequest:
 
 def read_input_tokens_request(raw: bytes) -> InputTokensRequest:
     """Decode a request. Raises `InvalidRequest`."""
-    return read_request(raw, InputTokensRequest, _HARMLESS, _REASONS)
+    return read_request(raw, InputTokensRequest, _IGNORED_FIELDS, _REFUSAL_REASONS)
 
 
 def input_items(request: InputTokensRequest) -> list[dict[str, Any]]:
@@ -190,7 +190,7 @@ def chat_prompt(request: InputTokensRequest, items: list[dict[str, Any]]) -> dic
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
-    messages += _messages(items, begins=not messages)
+    messages += _messages(items, is_first=not messages)
     return without_none(
         model=request.model,
         messages=messages,
@@ -269,9 +269,9 @@ _TEXTS: dict[str, type[Any]] = {"input_text": ItemText, "output_text": ItemText,
 _PARTS: dict[str, type[Any]] = {**_TEXTS, "refusal": ItemRefusal, "input_image": ItemImage}
 
 
-def _messages(items: list[dict[str, Any]], *, begins: bool) -> Iterator[dict[str, Any]]:
+def _messages(items: list[dict[str, Any]], *, is_first: bool) -> Iterator[dict[str, Any]]:
     """The items as chat messages. Reasoning, text and calls of one answer become one message of the assistant, as in
-    the chat API. Only the first message may be a system message; later ones become developer messages. `begins`: no
+    the chat API. Only the first message may be a system message; later ones become developer messages. `is_first`: no
     message precedes these items."""
     answer: dict[str, Any] = {}
     for index, item in enumerate(items):
@@ -280,7 +280,7 @@ def _messages(items: list[dict[str, Any]], *, begins: bool) -> Iterator[dict[str
             case "reasoning":
                 thoughts = convert(item, ReasoningItem, where).content or ()
                 if answer.keys() - {"role", "reasoning"}:
-                    yield _whole(answer)
+                    yield _with_content(answer)
                     answer = {}
                 if text := "".join(part.text for part in thoughts):
                     answer = {"role": "assistant", "reasoning": answer.get("reasoning", "") + text}
@@ -291,7 +291,7 @@ def _messages(items: list[dict[str, Any]], *, begins: bool) -> Iterator[dict[str
             case "function_call_output":
                 output = convert(item, FunctionCallOutputItem, where)
                 if answer:
-                    yield _whole(answer)
+                    yield _with_content(answer)
                     answer = {}
                 yield {
                     "role": "tool",
@@ -302,20 +302,20 @@ def _messages(items: list[dict[str, Any]], *, begins: bool) -> Iterator[dict[str
                 message = convert(item, MessageItem, where)
                 content = _content(message.content, f"{where}.content")
                 if answer and (message.role != "assistant" or answer.keys() - {"role", "reasoning"}):
-                    yield _whole(answer)
+                    yield _with_content(answer)
                     answer = {}
                 if message.role == "assistant":
                     answer |= {"role": "assistant", "content": content}
                     continue
-                is_later = message.role == "system" and not (begins and index == 0)
+                is_later = message.role == "system" and not (is_first and index == 0)
                 yield {"role": "developer" if is_later else message.role, "content": content}
             case kind:
                 raise _unsupported_item(kind, where)
     if answer:
-        yield _whole(answer)
+        yield _with_content(answer)
 
 
-def _whole(answer: dict[str, Any]) -> dict[str, Any]:
+def _with_content(answer: dict[str, Any]) -> dict[str, Any]:
     """A message of the assistant with `content`, which is null if the message has only calls."""
     return {"content": None if "tool_calls" in answer else "", **answer}
 

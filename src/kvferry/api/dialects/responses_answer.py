@@ -49,7 +49,7 @@ class ResponsesTranslation(ResponsesErrors, ChatTranslation):
         self._items: list[Item] = []
         """The items so far, of which the last one may be open."""
         self._is_open = False
-        self._pieces: list[str] = []
+        self._chunks: list[str] = []
         """The text of the open item, or its arguments."""
         self._num_calls = 0
         self._logprobs: list[dict[str, Any]] = []
@@ -135,8 +135,8 @@ class ResponsesTranslation(ResponsesErrors, ChatTranslation):
             return b""
         self._is_open = False
         item, position = self._items[-1], self._position()
-        item["status"], text = status, "".join(self._pieces)
-        self._pieces.clear()
+        item["status"], text = status, "".join(self._chunks)
+        self._chunks.clear()
         if item["type"] == "function_call":
             item["arguments"] = text
             call = {name: item[name] for name in ("name", "arguments")}
@@ -155,7 +155,7 @@ class ResponsesTranslation(ResponsesErrors, ChatTranslation):
         begin = b""
         if not self._is_open or self._items[-1]["type"] != item_type:
             begin = self._open(_message() if item_type == "message" else _reasoning())
-        self._pieces.append(text)
+        self._chunks.append(text)
         values: dict[str, Any] = {"delta": text}
         if part_type == "output_text":
             self._items[-1]["content"][0]["logprobs"] += logprobs
@@ -171,7 +171,7 @@ class ResponsesTranslation(ResponsesErrors, ChatTranslation):
             begin, self._num_calls = self._open(_function_call(call)), number + 1
         if not (arguments := call.function.arguments):
             return begin
-        self._pieces.append(arguments)
+        self._chunks.append(arguments)
         return begin + self._event("response.function_call_arguments.delta", **self._position(), delta=arguments)
 
 

@@ -10,19 +10,19 @@ import msgspec
 from kvferry.api.decoding import decode_body, explain, read_fields
 from kvferry.api.fields import printable
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.messages.dialects import Translation
+from kvferry.core.messages.dialects import AnswerTranslator
 
 CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
-class Translated(msgspec.Struct, frozen=True):
+class TranslatedRequest(msgspec.Struct, frozen=True):
     """A request to `path` instead of the client's. `session`: the name of its conversation, if the client gave one."""
 
     path: str
     body: bytes
-    translation: Translation
+    translation: AnswerTranslator
     session: str | None = None
 
 

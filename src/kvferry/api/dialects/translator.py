@@ -29,7 +29,7 @@ from kvferry.api.dialects.responses import (
 )
 from kvferry.api.dialects.responses_answer import ResponsesTranslation
 from kvferry.api.dialects.token_count import TokenCountTranslation
-from kvferry.api.dialects.translated import CHAT_PATH, TOKENIZE_PATH, Translated
+from kvferry.api.dialects.translated import CHAT_PATH, TOKENIZE_PATH, TranslatedRequest
 from kvferry.core.clock import Clock
 from kvferry.core.entropy import secret_hex
 from kvferry.core.errors import InvalidRequest
@@ -58,7 +58,7 @@ class Translator:
     def __init__(self, responses: ResponseStore, clock: Clock, max_bytes: int = MAX_BODY_BYTES) -> None:
         self.responses, self._clock, self._max_bytes = responses, clock, max_bytes
 
-    async def translate(self, path: str, raw: bytes, request_id: str, owner: bytes) -> Translated:
+    async def translate(self, path: str, raw: bytes, request_id: str, owner: bytes) -> TranslatedRequest:
         """Translate a request. `owner`: names the client that may read the stored response
         (`http.server.stored_responses.owner_of`). Raises `InvalidRequest`, `BodyTooLarge`, and `Unavailable` if the
         stored responses cannot be reached."""
@@ -74,10 +74,10 @@ class Translator:
                 size += 0 if previous is None else len(previous.items) * _COMPRESSION_RATIO
                 return await _run(size, lambda: self._translate_response(request, previous, request_id, owner))
             case _:
-                counted = await _run(size, lambda: read_input_tokens_request(raw))
-                previous = self._previous(counted, owner)
+                count_request = await _run(size, lambda: read_input_tokens_request(raw))
+                previous = self._previous(count_request, owner)
                 size += 0 if previous is None else len(previous.items) * _COMPRESSION_RATIO
-                return await _run(size, lambda: self._translate_input_tokens(counted, previous, request_id))
+                return await _run(size, lambda: self._translate_input_tokens(count_request, previous, request_id))
 
     def _previous(self, request: InputTokensRequest, owner: bytes) -> StoredResponse | None:
         if request.previous_response_id is None:
@@ -93,7 +93,7 @@ class Translator:
 
     def _translate_response(
         self, request: ResponsesRequest, previous: StoredResponse | None, request_id: str, owner: bytes
-    ) -> Translated:
+    ) -> TranslatedRequest:
         response_id = f"resp_{secret_hex()}"
         items = self._conversation(request, previous)
         body = chat_request(request, items)
@@ -109,17 +109,17 @@ class Translator:
         elif previous is None:
             session = ""
         translation = ResponsesTranslation(request_id, response_id, request, self._clock.wall(), store)
-        return Translated(CHAT_PATH, body, translation, request.prompt_cache_key or session)
+        return TranslatedRequest(CHAT_PATH, body, translation, request.prompt_cache_key or session)
 
     def _translate_input_tokens(
         self, request: InputTokensRequest, previous: StoredResponse | None, request_id: str
-    ) -> Translated:
+    ) -> TranslatedRequest:
         body = msgspec.json.encode(chat_prompt(request, self._conversation(request, previous)))
         head = {"object": "response.input_tokens"}
         translation = TokenCountTranslation(
             request_id, ResponsesErrors(), lambda count: {**head, "input_tokens": count}
         )
-        return Translated(TOKENIZE_PATH, body, translation)
+        return TranslatedRequest(TOKENIZE_PATH, body, translation)
 
     def _conversation(self, request: InputTokensRequest, previous: StoredResponse | None) -> list[dict[str, Any]]:
         """The items of all turns. Raises `BodyTooLarge`."""

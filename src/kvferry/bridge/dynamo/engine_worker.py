@@ -25,7 +25,7 @@ from kvferry.core.request import EngineOutput, Request, are_tokens
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.server.engine_protocol import EngineClient
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TICKET = "kv_transfer_params"
 """Where `disaggregated_params` have the ticket, as with Dynamo's vLLM workers."""
@@ -70,26 +70,26 @@ class WorkerRequest(msgspec.Struct):
     prefill_result: _PrefillResult | None = None
 
 
-def engine_request(message: Mapping[str, Any], front: EngineClient, *, prefills: bool) -> Request:
-    """The request for kvferry's engine. `front`: the engine. `prefills`: the request is handed off after its prefill.
-    Raises `InvalidRequest`."""
+def engine_request(message: Mapping[str, Any], engine: EngineClient, *, is_prefill: bool) -> Request:
+    """The request for kvferry's engine. `engine`: the engine. `is_prefill`: the request is handed off after its
+    prefill. Raises `InvalidRequest`."""
     try:
         worker_request = msgspec.convert(message, WorkerRequest)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the request cannot be read: {error}") from error
     stop, options, num = worker_request.stop_conditions, worker_request.sampling_options, len(worker_request.token_ids)
-    if not num or not are_tokens(worker_request.token_ids, front.vocab_size):
+    if not num or not are_tokens(worker_request.token_ids, engine.vocab_size):
         raise InvalidRequest("token_ids must be at least one id of the model's vocabulary", param="token_ids")
-    if num >= front.max_model_len:
-        raise ContextLengthExceeded(f"{num} tokens leave no room in a context of {front.max_model_len}")
+    if num >= engine.max_model_len:
+        raise ContextLengthExceeded(f"{num} tokens leave no room in a context of {engine.max_model_len}")
     if options.n not in (None, 1):
         raise InvalidRequest("n must be 1: kvferry's engine gives one answer to a request of Dynamo", param="n")
-    room = front.max_model_len - num
+    room = engine.max_model_len - num
     values = {name: value for name, value in msgspec.to_builtins(options).items() if value is not None and name != "n"}
     sampling = SamplingParams(
-        **{**front.default_sampling, "seed": entropy.token_bits(63), **values},
-        max_tokens=1 if prefills else min(room, stop.max_tokens or room),
-        min_tokens=0 if prefills else stop.min_tokens or 0,
+        **{**engine.default_sampling, "seed": entropy.token_bits(63), **values},
+        max_tokens=1 if is_prefill else min(room, stop.max_tokens or room),
+        min_tokens=0 if is_prefill else stop.min_tokens or 0,
         ignore_eos=bool(stop.ignore_eos),
         stop_token_ids=tuple({*(stop.stop_token_ids or ()), *(stop.stop_token_ids_hidden or ())}),
         logprobs=worker_request.output_options.logprobs,
@@ -101,11 +101,11 @@ def engine_request(message: Mapping[str, Any], front: EngineClient, *, prefills:
         request_id=f"dynamo-{name}",
         prompt_token_ids=worker_request.token_ids,
         sampling=sampling,
-        hand_off=Produce(name) if prefills else _consumed(worker_request),
+        hand_off=Produce(name) if is_prefill else _received_hand_off(worker_request),
     )
 
 
-def _consumed(worker_request: WorkerRequest) -> HandOff:
+def _received_hand_off(worker_request: WorkerRequest) -> HandOff:
     params = worker_request.prefill_result.disaggregated_params if worker_request.prefill_result else None
     ticket = (params or {}).get(TICKET)
     return parse_hand_off(ticket, "") if isinstance(ticket, dict) else None
@@ -113,15 +113,15 @@ def _consumed(worker_request: WorkerRequest) -> HandOff:
 
 def worker_output(output: EngineOutput) -> dict[str, Any]:
     """One output of the engine in the form that Dynamo's frontend reads."""
-    piece: dict[str, Any] = {"token_ids": output.token_ids}
+    delta: dict[str, Any] = {"token_ids": output.token_ids}
     if output.logprobs:
-        piece["log_probs"] = [token.logprob for token in output.logprobs]
-        piece["top_logprobs"] = [_top(token) for token in output.logprobs]
+        delta["log_probs"] = [token.logprob for token in output.logprobs]
+        delta["top_logprobs"] = [_top(token) for token in output.logprobs]
     if output.finish_reason is not None:
-        piece["finish_reason"] = {"stop": "stop", "length": "length"}.get(output.finish_reason, "cancelled")
+        delta["finish_reason"] = {"stop": "stop", "length": "length"}.get(output.finish_reason, "cancelled")
     if output.kv_transfer_params is not None:
-        piece["disaggregated_params"] = {TICKET: output.kv_transfer_params}
-    return piece
+        delta["disaggregated_params"] = {TICKET: output.kv_transfer_params}
+    return delta
 
 
 def _top(token: TokenLogprobs) -> list[dict[str, Any]]:
@@ -133,24 +133,31 @@ def _top(token: TokenLogprobs) -> list[dict[str, Any]]:
 
 
 class EngineWorker:
-    """One engine at one endpoint of Dynamo. `end_s`: maximum seconds to unregister from Dynamo's discovery at the
-    end."""
+    """One engine at one endpoint of Dynamo. `unregister_timeout_s`: maximum seconds to unregister from Dynamo's
+    discovery at the end."""
 
-    def __init__(self, front: EngineClient, endpoint: DynamoEndpoint, model: str, *, end_s: float = 5.0) -> None:
-        self._front, self._endpoint, self._model, self._end_s = front, endpoint, model, end_s
-        self._prefills = front.describe().role == "prefill"
+    def __init__(
+        self, engine: EngineClient, endpoint: DynamoEndpoint, model: str, *, unregister_timeout_s: float = 5.0
+    ) -> None:
+        self._engine, self._endpoint, self._model, self._unregister_timeout_s = (
+            engine,
+            endpoint,
+            model,
+            unregister_timeout_s,
+        )
+        self._prefills = engine.describe().role == "prefill"
 
     async def run(self) -> None:
         """Serve until cancelled. Raises `MissingDependency`."""
         runtime = DynamoRuntime()
         endpoint = runtime.endpoint(self._endpoint)
         try:
-            await runtime.register_model(endpoint, self._model, self._front.describe())
-            log.info("registered in Dynamo's discovery as %s", self._endpoint.path)
+            await runtime.register_model(endpoint, self._model, self._engine.describe())
+            logger.info("registered in Dynamo's discovery as %s", self._endpoint.path)
             await endpoint.serve_endpoint(self.generate)
         finally:
             with suppress(Exception):  # the runtime raises bare Exceptions; it is closed anyway
-                async with asyncio.timeout(self._end_s):
+                async with asyncio.timeout(self._unregister_timeout_s):
                     await endpoint.unregister_endpoint_instance()
             runtime.close()
 
@@ -159,8 +166,8 @@ class EngineWorker:
         from dynamo._core import InvalidArgument
 
         try:
-            request = engine_request(message, self._front, prefills=self._prefills)
-            outputs = cast(AsyncGenerator[EngineOutput], self._front.generate(request))
+            request = engine_request(message, self._engine, is_prefill=self._prefills)
+            outputs = cast(AsyncGenerator[EngineOutput], self._engine.generate(request))
             async with aclosing(outputs):
                 async for output in _until_stopped(outputs, context):
                     yield worker_output(output)
@@ -175,13 +182,13 @@ async def _until_stopped(outputs: AsyncIterator[EngineOutput], context: Any) -> 
     stopped = asyncio.ensure_future(context.async_killed_or_stopped())
     try:
         while True:
-            coming = asyncio.ensure_future(anext(outputs, None))
-            await asyncio.wait([coming, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                coming.cancel()
-                await asyncio.wait([coming])
+            next_output = asyncio.ensure_future(anext(outputs, None))
+            await asyncio.wait([next_output, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not next_output.done():
+                next_output.cancel()
+                await asyncio.wait([next_output])
                 return
-            if (output := coming.result()) is None:
+            if (output := next_output.result()) is None:
                 return
             yield output
     finally:

@@ -26,7 +26,7 @@ from kvferry.kv_events.messages import MAX_MESSAGE_BYTES, AllBlocksCleared, Bloc
 from kvferry.kv_events.publisher import KVEventPublisher
 from kvferry.kv_events.sockets import require_endpoint, zmq, zmq_asyncio
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _TOPIC = "kv-events"
 _SEED = 1337
@@ -134,7 +134,7 @@ class TokenBlocks:
 
 
 class EventRelay:
-    """The relay of one worker. `look_s`: seconds between two searches for the worker's publishers in Dynamo's
+    """The relay of one worker. `poll_interval_s`: seconds between two searches for the worker's publishers in Dynamo's
     discovery."""
 
     def __init__(
@@ -145,11 +145,11 @@ class EventRelay:
         environment: Mapping[str, str],
         clock: Clock,
         *,
-        look_s: float = 1.0,
+        poll_interval_s: float = 1.0,
     ) -> None:
         """Raises `ConfigError` if no address can be bound, `MissingDependency` without ZeroMQ."""
         self._endpoint, self._worker_id, self._blocks = endpoint, worker_id, blocks
-        self._environment, self._look_s = environment, look_s
+        self._environment, self._poll_interval_s = environment, poll_interval_s
         self._next: dict[bytes, int] = {}
         """Number of the next message of each publisher."""
         self._publisher = KVEventPublisher("tcp://127.0.0.1:*", None, clock)
@@ -180,19 +180,19 @@ class EventRelay:
             self._publisher.close()
 
     async def _follow_discovery(self, socket: Any) -> None:
-        connected = set[str]()
+        connected_addresses = set[str]()
         while True:
             try:
                 addresses = await asyncio.to_thread(self._addresses)
             except (OSError, ValueError) as error:
-                log.debug("publishers of KV events cannot be looked up: %s", error)
+                logger.debug("publishers of KV events cannot be looked up: %s", error)
                 addresses = []
             for address in addresses:
-                if address not in connected:
+                if address not in connected_addresses:
                     socket.connect(address)
-                    connected.add(address)
-                    log.info("receiving KV events of worker %x from %s", self._worker_id, address)
-            await asyncio.sleep(self._look_s)
+                    connected_addresses.add(address)
+                    logger.info("receiving KV events of worker %x from %s", self._worker_id, address)
+            await asyncio.sleep(self._poll_interval_s)
 
     def _addresses(self) -> list[str]:
         """Addresses of the worker's publishers. Blocks the thread."""
@@ -223,7 +223,7 @@ class EventRelay:
         try:
             updates = _EVENTS.decode(_ENVELOPE.decode(content[_HEAD_BYTES:]).payload)
         except msgspec.MsgspecError as error:
-            log.warning("an event of worker %x cannot be read: %s", self._worker_id, error)
+            logger.warning("an event of worker %x cannot be read: %s", self._worker_id, error)
             updates, events = [], [AllBlocksCleared()]
         for update in updates:
             if update.worker_id == self._worker_id and update.storage_tier == "device":

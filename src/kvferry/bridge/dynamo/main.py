@@ -22,31 +22,32 @@ from kvferry.bridge.dynamo.runtime import DynamoRuntime, WorkerClient
 from kvferry.bridge.dynamo.serving import open_worker, serve_worker
 from kvferry.bridge.dynamo.worker import DynamoWorker
 from kvferry.core.errors import ConfigError, KvferryError
-from kvferry.core.messages.dynamo import BridgeSettings, WorkerNews
+from kvferry.core.messages.dynamo import BridgeSettings, WorkerUpdate
 from kvferry.core.runtime.process_exit import exit_process, shutdown_deadline
 from kvferry.core.runtime.threads import run_server
 from kvferry.http.server.listen import authority
 from kvferry.observe.logs import LogConfig, set_up_logging
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MAX_LINE = 2**20
 _PR_SET_PDEATHSIG = 1
 
 
 class Bridge:
-    """The workers of some endpoints, and their servers. `look_s`: between two looks at Dynamo's discovery; `again_s`:
-    before a worker that could not be served is tried again; `grace_s`: for answers of a worker that has left."""
+    """The workers of some endpoints, and their servers. `poll_interval_s`: between two looks at Dynamo's discovery;
+    `retry_interval_s`: before a worker that could not be served is tried again; `grace_s`: for answers of a worker that
+    has left."""
 
     def __init__(
         self,
         settings: BridgeSettings,
         *,
-        look_s: float = 0.25,
-        again_s: float = 5.0,
+        poll_interval_s: float = 0.25,
+        retry_interval_s: float = 5.0,
         grace_s: float = 10.0,
     ) -> None:
-        self._settings, self._look_s, self._again_s = settings, look_s, again_s
+        self._settings, self._poll_interval_s, self._retry_interval_s = settings, poll_interval_s, retry_interval_s
         self._grace_s = grace_s
         self._served: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._models: dict[str, asyncio.Task[ModelFiles]] = {}
@@ -60,7 +61,7 @@ class Bridge:
                 while not ended.is_set():
                     self._reconcile(clients, group)
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(self._look_s):
+                        async with asyncio.timeout(self._poll_interval_s):
                             await ended.wait()
                 for task in self._served.values():
                     task.cancel()
@@ -80,30 +81,32 @@ class Bridge:
     async def _serve(self, client: WorkerClient, worker_id: int) -> None:
         """Serve one worker for as long as Dynamo's discovery has it."""
         name = f"worker {worker_id:x} of {client.endpoint.path}"
-        news: WorkerNews | None = None
+        update: WorkerUpdate | None = None
 
         def listening(worker: DynamoWorker, host: str, port: int) -> None:
-            nonlocal news
+            nonlocal update
             url = f"http://{authority(host, port)}"
-            news = WorkerNews(url=url, worker=worker.engine_id, role=client.endpoint.role, state="up")
-            _send_news(news)
+            update = WorkerUpdate(url=url, worker=worker.engine_id, role=client.endpoint.role, state="up")
+            _send_update(update)
 
         def is_registered() -> bool:
             is_listed = worker_id in client.worker_ids()
-            if not is_listed and news is not None:  # before its server stops
-                _send_news(msgspec.structs.replace(news, state="gone"))
+            if not is_listed and update is not None:  # before its server stops
+                _send_update(msgspec.structs.replace(update, state="gone"))
             return is_listed
 
         try:
             worker = await open_worker(client, worker_id, lambda card: self._model(card.source_path))
-            await serve_worker(worker, is_registered, listening, grace_s=self._grace_s, look_s=self._look_s)
+            await serve_worker(
+                worker, is_registered, listening, grace_s=self._grace_s, poll_interval_s=self._poll_interval_s
+            )
         except KvferryError as error:
-            log.error("%s cannot be served: %s", name, error)
-            await asyncio.sleep(self._again_s)  # it stays in `_served` meanwhile
+            logger.error("%s cannot be served: %s", name, error)
+            await asyncio.sleep(self._retry_interval_s)  # it stays in `_served` meanwhile
         except Exception:
             # A failure of one worker, as of its model card or tokenizer, does not stop the others.
-            log.exception("%s cannot be served", name)
-            await asyncio.sleep(self._again_s)
+            logger.exception("%s cannot be served", name)
+            await asyncio.sleep(self._retry_interval_s)
 
     async def _model(self, source: str) -> ModelFiles:
         """The files of a model, read once. Raises `ConfigError`."""
@@ -113,10 +116,10 @@ class Bridge:
         return await asyncio.shield(task)
 
 
-def _send_news(news: WorkerNews) -> None:
+def _send_update(update: WorkerUpdate) -> None:
     """Write a line for the router. The end of standard input tells that the router has ended."""
     with suppress(OSError):
-        os.write(sys.stdout.fileno(), msgspec.json.encode(news) + b"\n")
+        os.write(sys.stdout.fileno(), msgspec.json.encode(update) + b"\n")
 
 
 def _end_with_parent(parent: int) -> None:
@@ -144,9 +147,9 @@ def _read_settings() -> BridgeSettings:
     """The first line of standard input, unbuffered. Raises `ConfigError`."""
     line = b""
     while not line.endswith(b"\n") and len(line) < _MAX_LINE:
-        if not (piece := os.read(sys.stdin.fileno(), 1)):
+        if not (chunk := os.read(sys.stdin.fileno(), 1)):
             break
-        line += piece
+        line += chunk
     try:
         return msgspec.json.decode(line, type=BridgeSettings)
     except msgspec.MsgspecError as error:
@@ -158,14 +161,14 @@ def main() -> None:
     set_up_logging(LogConfig(), "dynamo")
     os.environ.setdefault("DYN_LOG", "warn")  # at "info", Dynamo's runtime writes lines for each request
     code = 0
-    with shutdown_deadline() as limit:
+    with shutdown_deadline() as deadline:
         try:
             _end_with_parent(int(sys.argv[1]))
             run_server(_run(_read_settings()))
         except ConfigError as error:
-            log.error("%s", error)
+            logger.error("%s", error)
             code = 2
-        limit.begin()
+        deadline.begin()
     exit_process(code)  # threads of Dynamo's runtime are not waited for
 
 

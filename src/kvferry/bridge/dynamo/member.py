@@ -40,7 +40,7 @@ from kvferry.http.server.listen import authority
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.observe.logs import LogConfig, set_up_logging
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _ANYWHERE = ("DYN_TCP_RPC_HOST", "DYN_EVENT_PLANE_HOST", "DYN_TCP_RESPONSE_STREAM_HOST")
 _SYSTEM_PORT = "DYN_SYSTEM_PORT"
@@ -85,13 +85,13 @@ class MemberSettings:
 
 def worker_environment(settings: MemberSettings, environment: Mapping[str, str], folder: str) -> dict[str, str]:
     """Variables for the worker and for the runtime here, beside those that are `given`."""
-    own = {"DYN_NAMESPACE": f"kvferry-{settings.name}-{entropy.token_hex(4)}", "DYN_SELF_HOST_METADATA": "0"}
+    variables = {"DYN_NAMESPACE": f"kvferry-{settings.name}-{entropy.token_hex(4)}", "DYN_SELF_HOST_METADATA": "0"}
     if "DYN_DISCOVERY_BACKEND" not in environment:
-        own |= {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": folder}
-        own |= {"DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
-        own |= dict.fromkeys(_ANYWHERE, settings.host)
+        variables |= {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": folder}
+        variables |= {"DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
+        variables |= dict.fromkeys(_ANYWHERE, settings.host)
     defaults = {"DYN_LOG": "warn"}
-    return own | {name: value for name, value in defaults.items() if name not in environment}
+    return variables | {name: value for name, value in defaults.items() if name not in environment}
 
 
 def published_events(command: Sequence[str]) -> EventsAddress | None:
@@ -116,13 +116,18 @@ def published_events(command: Sequence[str]) -> EventsAddress | None:
 
 
 class DynamoMember:
-    """One worker's process, and its server. `system_port`: of the worker's system server; "": it has none. `look_s`:
-    between two looks at Dynamo's discovery; `end_s`: for the worker to end after SIGTERM."""
+    """One worker's process, and its server. `system_port`: of the worker's system server; "": it has none.
+    `poll_interval_s`: between two looks at Dynamo's discovery; `end_timeout_s`: for the worker to end after SIGTERM."""
 
     def __init__(
-        self, settings: MemberSettings, system_port: str = "", *, look_s: float = 0.25, end_s: float = 20.0
+        self,
+        settings: MemberSettings,
+        system_port: str = "",
+        *,
+        poll_interval_s: float = 0.25,
+        end_timeout_s: float = 20.0,
     ) -> None:
-        self._settings, self._look_s, self._end_s = settings, look_s, end_s
+        self._settings, self._poll_interval_s, self._end_timeout_s = settings, poll_interval_s, end_timeout_s
         self._ended = asyncio.Event()
         self._system_port = system_port
 
@@ -131,8 +136,10 @@ class DynamoMember:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ended.set)
-        own = {_SYSTEM_PORT: self._system_port, "DYN_SYSTEM_HOST": self._settings.host} if self._system_port else {}
-        process = await asyncio.create_subprocess_exec(*self._settings.command, env={**os.environ, **own})
+        variables = (
+            {_SYSTEM_PORT: self._system_port, "DYN_SYSTEM_HOST": self._settings.host} if self._system_port else {}
+        )
+        process = await asyncio.create_subprocess_exec(*self._settings.command, env={**os.environ, **variables})
         exiting = asyncio.create_task(process.wait())
         exiting.add_done_callback(lambda _: self._ended.set())
         runtime: DynamoRuntime | None = None
@@ -148,7 +155,7 @@ class DynamoMember:
 
     async def _serve(self, client: WorkerClient) -> None:
         while not (ids := client.worker_ids()):
-            if await self._ended_within(self._look_s):
+            if await self._ended_within(self._poll_interval_s):
                 return
         settings = self._settings
         worker = await open_worker(
@@ -161,11 +168,11 @@ class DynamoMember:
         await serve_worker(
             worker,
             lambda: not self._ended.is_set() and ids[0] in client.worker_ids(),
-            lambda worker, host, port: log.info("serving %s at port %d", worker.engine_id, port),
+            lambda worker, host, port: logger.info("serving %s at port %d", worker.engine_id, port),
             host=settings.host,
             port=settings.port,
             grace_s=settings.grace_s,
-            look_s=self._look_s,
+            poll_interval_s=self._poll_interval_s,
         )
 
     async def _ended_within(self, seconds: float) -> bool:
@@ -177,21 +184,21 @@ class DynamoMember:
     async def _end(self, process: asyncio.subprocess.Process, exiting: asyncio.Task[int]) -> int:
         """End the worker; returns the exit code of this process: 0 if the worker was to end."""
         if exiting.done():
-            log.error("the worker has ended with code %d", exiting.result())
+            logger.error("the worker has ended with code %d", exiting.result())
             return exiting.result() if exiting.result() > 0 else 1
         was_requested = self._ended.is_set()
         with suppress(ProcessLookupError):
             process.terminate()
         try:
-            async with asyncio.timeout(self._end_s):
+            async with asyncio.timeout(self._end_timeout_s):
                 await asyncio.shield(exiting)
         except TimeoutError:
-            log.warning("the worker did not end within %g s, and is killed", self._end_s)
+            logger.warning("the worker did not end within %g s, and is killed", self._end_timeout_s)
             with suppress(ProcessLookupError):
                 process.kill()
             await exiting
         if not was_requested:
-            log.error("the worker has left Dynamo's discovery")
+            logger.error("the worker has left Dynamo's discovery")
         return 0 if was_requested else 1
 
 
@@ -236,7 +243,7 @@ def _remove_abandoned(parent: Path, min_age_s: float) -> None:
 def main() -> None:
     """Run the member; leaves with 2 for what a user can correct."""
     set_up_logging(LogConfig(), "dynamo")
-    with shutdown_deadline() as limit, discovery_folder() as folder:
+    with shutdown_deadline() as deadline, discovery_folder() as folder:
         try:
             settings = MemberSettings.parse(sys.argv[1:])
             published_events(settings.command)
@@ -244,9 +251,9 @@ def main() -> None:
             os.environ.update(worker_environment(settings, os.environ, folder))
             code = run_server(DynamoMember(settings, system_port).run())
         except ConfigError as error:
-            log.error("%s", error)
+            logger.error("%s", error)
             code = EXIT_USER_ERROR
-        limit.begin()
+        deadline.begin()
     exit_process(code)
 
 

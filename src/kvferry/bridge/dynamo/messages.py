@@ -32,7 +32,7 @@ class _Top(msgspec.Struct):
 
 
 class WorkerOutput(msgspec.Struct):
-    """A piece of a worker's answer."""
+    """An output of a worker: the next tokens of an answer."""
 
     token_ids: list[int] = []
     finish_reason: str | None = None
@@ -82,7 +82,7 @@ class WorkerOutput(msgspec.Struct):
 
 
 def read_output(data: Any, vocab_size: int) -> WorkerOutput:
-    """A piece of an answer. Raises `msgspec.ValidationError`."""
+    """An output. Raises `msgspec.ValidationError`."""
     output = msgspec.convert(data, WorkerOutput)
     if not are_tokens(output.token_ids, vocab_size):
         raise msgspec.ValidationError(f"token ids that the model does not have: {output.token_ids[:8]}")

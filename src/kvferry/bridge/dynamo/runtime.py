@@ -17,7 +17,7 @@ from kvferry.core.errors import InvalidRequest, MissingDependency, QueueFull, Re
 from kvferry.core.messages.dynamo import DynamoEndpoint
 from kvferry.core.messages.instance_facts import InstanceFacts
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class WorkerLost(RequestError):
@@ -101,21 +101,21 @@ class WorkerClient:
     async def call(
         self, worker_id: int, request: dict[str, Any], *, accept_s: float, silence_s: float
     ) -> AsyncGenerator[Any]:
-        """Call a worker, and yield the outputs of its answer. Closing the generator makes the worker stop. `accept_s`:
-        maximum seconds until the worker accepts the request; `silence_s`: between two outputs. Raises `WorkerLost`,
-        also after these times, and other `RequestError`s."""
+        """Call a worker, and yield the outputs of its outputs for one request. Closing the generator makes the worker
+        stop. `accept_s`: maximum seconds until the worker accepts the request; `silence_s`: between two outputs. Raises
+        `WorkerLost`, also after these times, and other `RequestError`s."""
         context = self._make_context()
         try:
             async with asyncio.timeout(accept_s):
                 stream = await self._client.direct(request, worker_id, context=context)
             while True:
                 async with asyncio.timeout(silence_s):
-                    piece = await anext(stream, None)
-                if piece is None:
+                    output = await anext(stream, None)
+                if output is None:
                     return
-                if piece.is_error():
-                    raise _failure(" ".join(piece.comments() or ["the worker answered with an error"]))
-                yield piece.data()
+                if output.is_error():
+                    raise _failure(" ".join(output.comments() or ["the worker answered with an error"]))
+                yield output.data()
         except TimeoutError:
             raise WorkerLost(f"worker {worker_id:x} of {self.endpoint.path} does not answer") from None
         except RequestError:

@@ -22,7 +22,7 @@ from kvferry.engine.server.app import build_app
 from kvferry.engine.server.config import ServerConfig
 from kvferry.http.server.http_server import HttpServer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Listening = Callable[[DynamoWorker, str, int], object]
 """Called with the worker, and host and port of its server, once requests are answered."""
@@ -50,7 +50,7 @@ def _system_of(url: str) -> SystemServer | None:
     try:
         return SystemServer(url) if url else None
     except ConfigError as error:
-        log.warning("a worker's system server is not followed: %s", error)
+        logger.warning("a worker's system server is not followed: %s", error)
         return None
 
 
@@ -62,7 +62,7 @@ def _events_of(client: WorkerClient, worker_id: int, card: ModelCard) -> KVEvent
         blocks = TokenBlocks(card.kv_cache_block_size)
         return EventRelay(client.endpoint, worker_id, blocks, os.environ, SYSTEM_CLOCK)
     except KvferryError as error:
-        log.warning("KV events of worker %x are not followed: %s", worker_id, error)
+        logger.warning("KV events of worker %x are not followed: %s", worker_id, error)
         return PublishedEvents()
 
 
@@ -74,10 +74,10 @@ async def serve_worker(
     host: str = "127.0.0.1",
     port: int = 0,
     grace_s: float,
-    look_s: float,
+    poll_interval_s: float,
 ) -> None:
-    """Serve until `is_registered` returns False, or until cancelled. `look_s`: seconds between its calls; `grace_s`:
-    for running answers at the end. Raises `ConfigError` if the address cannot be listened on."""
+    """Serve until `is_registered` returns False, or until cancelled. `poll_interval_s`: seconds between its calls;
+    `grace_s`: for running answers at the end. Raises `ConfigError` if the address cannot be listened on."""
     config = ServerConfig(host=host, port=port, secret=http_secret(), shutdown_grace_s=grace_s)
     server = build_app(worker, config).server()
     following = BackgroundTasks()
@@ -87,7 +87,7 @@ async def serve_worker(
     serving = asyncio.create_task(server.run(lambda host, port: on_listening(worker, host, port)))
     try:
         while is_registered() and not serving.done():
-            await asyncio.wait([serving], timeout=look_s)
+            await asyncio.wait([serving], timeout=poll_interval_s)
     finally:
         worker.leave()
         following.cancel()

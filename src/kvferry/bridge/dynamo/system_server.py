@@ -18,7 +18,7 @@ from kvferry.core.errors import TransferError
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _METRICS = {
     b"vllm:num_requests_running": "num_running",
@@ -37,15 +37,16 @@ class WorkerLoad:
 
 
 class SystemServer:
-    """Follows one worker's system server until cancelled. `every_s`: between two looks; `timeout_s`: of each answer."""
+    """Follows one worker's system server until cancelled. `interval_s`: between two looks; `timeout_s`: of each
+    answer."""
 
     max_bytes = 4 * 2**20
     max_failures = 3
     """Answers that may fail in a row before the worker counts as unhealthy: a busy worker answers late."""
 
-    def __init__(self, url: str, *, every_s: float = 1.0, timeout_s: float = 2.0) -> None:
+    def __init__(self, url: str, *, interval_s: float = 1.0, timeout_s: float = 2.0) -> None:
         """Raises `ConfigError` for a malformed URL."""
-        self._origin, self._every_s, self._timeout_s = Origin.parse(url, "system server"), every_s, timeout_s
+        self._origin, self._interval_s, self._timeout_s = Origin.parse(url, "system server"), interval_s, timeout_s
         self._num_failures = 0
         self.load: WorkerLoad | None = None
         """None: its metrics cannot be read, or have none of vLLM's."""
@@ -68,8 +69,8 @@ class SystemServer:
                 else:
                     reason = "it answers that the worker is not ready"
                 if self.healthy != was_healthy:
-                    log.log(*_transition(self._origin, reason, is_healthy=self.healthy))
-                await asyncio.sleep(self._every_s)
+                    logger.log(*_transition(self._origin, reason, is_healthy=self.healthy))
+                await asyncio.sleep(self._interval_s)
 
     async def _look(self, client: HttpClient) -> None:
         status, _, _ = await client.ask(self._origin, "GET", "/health", timeout_s=self._timeout_s)
@@ -113,4 +114,4 @@ def _samples(metrics: bytes) -> Iterator[tuple[str, float]]:
                 if isfinite(sample.value) and abs(sample.value) < 2**53:
                     yield _METRICS[sample.name.encode()], sample.value
     except ValueError as error:
-        log.debug("a worker's metrics cannot be read: %s", error)
+        logger.debug("a worker's metrics cannot be read: %s", error)

@@ -36,13 +36,13 @@ from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
 from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.core.request import EngineOutput, Request
-from kvferry.core.sampling import SamplingParams, drawn_by
+from kvferry.core.sampling import SamplingParams, sampling_digest
 from kvferry.engine.blocks.block_pool import BlockPoolStatistics
 from kvferry.engine.scheduling.external_kv import ExternalKVStatistics
 from kvferry.engine.scheduling.scheduler import SchedulerStatistics
 from kvferry.engine.statistics import EngineSnapshot
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _ALONE = "x-bypass-remote-prefill"
 """Dynamo's annotation with which a decode worker computes a prompt itself."""
@@ -180,7 +180,7 @@ class DynamoWorker:
         request.timeline.stamp("prefill_started", self._clock.wall())
         params: Any = None
         tokens, num_cached, finished = list[int](), 0, None
-        async for output in self._link.pieces(message):
+        async for output in self._link.outputs(message):
             tokens += output.token_ids
             params = output.disaggregated_params if output.disaggregated_params is not None else params
             num_cached = output.num_cached_tokens or num_cached
@@ -211,7 +211,7 @@ class DynamoWorker:
             prefill_result=PrefillResult(
                 first_token=first_token,
                 num_cached_tokens=num_cached,
-                drawn_by=drawn_by(self.model_identity, request.sampling, self.eos_token_ids),
+                drawn_by=sampling_digest(self.model_identity, request.sampling, self.eos_token_ids),
                 timeline=request.timeline,
             ),
         )
@@ -221,23 +221,23 @@ class DynamoWorker:
         timeline, ends = request.timeline, self._ends_of(request.sampling)
         timeline.stamp("decode_queued", self._clock.wall())
         held: EngineOutput | None = None
-        async with aclosing(self._link.pieces(message)) as pieces:
-            async for piece in pieces:
-                if piece.num_cached_tokens is not None and request.hand_off is None:
-                    num_cached = piece.num_cached_tokens
-                if timeline.first_token is None and piece.token_ids:
+        async with aclosing(self._link.outputs(message)) as worker_outputs:
+            async for worker_output in worker_outputs:
+                if worker_output.num_cached_tokens is not None and request.hand_off is None:
+                    num_cached = worker_output.num_cached_tokens
+                if timeline.first_token is None and worker_output.token_ids:
                     now = self._clock.wall()
                     for phase in ("transfer_done", "decode_started") if request.hand_off is not None else ():
                         timeline.stamp(phase, now)
                     timeline.stamp("first_token", now)
-                output = _output(request, piece, num_cached)
+                output = _output(request, worker_output, num_cached)
                 if held is not None:
                     output, held = _joined(held, output), None
                 if output.finish_reason is None and output.token_ids and output.token_ids[-1] in ends:
-                    held = output  # a token that ends the answer, the reason for which comes with the next piece
+                    held = output  # a token that ends the answer, the reason for which comes with the next output
                     continue
                 if output.finish_reason is not None:
-                    await self._link.drain(pieces)
+                    await self._link.drain(worker_outputs)
                     yield output
                     return
                 yield output
@@ -264,13 +264,13 @@ class DynamoWorker:
         message = self._message(_ONE_TOKEN)
         message["prefill_result"] = _prefill_result(ticket, 0)
         try:
-            async with aclosing(self._link.pieces(message)) as pieces:
-                async for _ in pieces:
+            async with aclosing(self._link.outputs(message)) as outputs:
+                async for _ in outputs:
                     pass
         except RequestError as error:
-            log.info("a hand-off is left to its lease: %s", error)
+            logger.info("a hand-off is left to its lease: %s", error)
 
-    async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
+    async def stored_blocks(self, request: Request, *, pin: bool | None) -> KeptBlocks:
         """Raises `InvalidRequest`: Dynamo's workers do not report the content of their stores."""
         raise InvalidRequest("Dynamo's workers do not tell what their stores have")
 
@@ -283,8 +283,8 @@ class DynamoWorker:
         raise InvalidRequest("requests of Dynamo's workers are aborted by their clients only")
 
     async def statistics(self) -> EngineSnapshot:
-        """The engine's load by the worker's system server; without one, the requests of this process. Steps are pieces
-        of answers."""
+        """The engine's load by the worker's system server; without one, the requests of this process. Steps are
+        outputs of the worker."""
         block_size = self._card.kv_cache_block_size or 1
         num_blocks = (self._card.runtime_config.total_kv_blocks or 0) if block_size else 0
         load = None if self.system is None else self.system.load
@@ -292,9 +292,9 @@ class DynamoWorker:
             load = WorkerLoad(num_running=self._num_running)
         return EngineSnapshot(
             scheduler=SchedulerStatistics(num_running=load.num_running, num_waiting=load.num_waiting),
-            external=ExternalKVStatistics(),
+            external_kv=ExternalKVStatistics(),
             blocks=BlockPoolStatistics(num_blocks=num_blocks, num_free=round(num_blocks * (1.0 - load.kv_usage))),
-            num_steps=self._link.num_pieces,
+            num_steps=self._link.num_outputs,
         )
 
     async def check(self) -> None:
@@ -322,17 +322,17 @@ def _prefill_result(ticket: Ticket, num_cached: int) -> dict[str, Any]:
     return {"disaggregated_params": params, "prompt_tokens_details": {"cached_tokens": num_cached}}
 
 
-def _output(request: Request, piece: WorkerOutput, num_cached: int) -> EngineOutput:
-    if piece.finished == "error":
-        raise WorkerLost(f"the worker ended the request: {piece.finish_reason}")
+def _output(request: Request, worker_output: WorkerOutput, num_cached: int) -> EngineOutput:
+    if worker_output.finished == "error":
+        raise WorkerLost(f"the worker ended the request: {worker_output.finish_reason}")
     return EngineOutput(
         request_id=request.request_id,
-        token_ids=piece.token_ids,
-        logprobs=piece.logprobs(),
-        finish_reason=piece.finished,
-        stop_reason=piece.stop_reason,
+        token_ids=worker_output.token_ids,
+        logprobs=worker_output.logprobs(),
+        finish_reason=worker_output.finished,
+        stop_reason=worker_output.stop_reason,
         num_cached_tokens=num_cached,
-        timeline=request.timeline if piece.finished else None,
+        timeline=request.timeline if worker_output.finished else None,
     )
 
 

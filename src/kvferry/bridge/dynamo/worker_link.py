@@ -16,7 +16,7 @@ from kvferry.bridge.dynamo.runtime import WorkerClient, WorkerLost
 from kvferry.core.errors import RequestError
 from kvferry.core.runtime.tasks import BackgroundTasks
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _PROBE = "_HEALTH_CHECK"
 """Marks Dynamo's own health checks: a prefill worker keeps no KV for them."""
@@ -25,12 +25,12 @@ _PROBE = "_HEALTH_CHECK"
 @dataclass(frozen=True)
 class WorkerDeadlines:
     """`accept_s`, `silence_s`: as in `WorkerClient.call`; `probe_s`: seconds between two probes of a lost worker;
-    `last_s`: maximum seconds until the end of a stream whose last token has arrived."""
+    `drain_timeout_s`: maximum seconds until the end of a stream whose last token has arrived."""
 
     accept_s: float = 5.0
     silence_s: float = 600.0
     probe_s: float = 1.0
-    last_s: float = 0.2
+    drain_timeout_s: float = 0.2
 
 
 DEFAULT_DEADLINES = WorkerDeadlines()
@@ -47,15 +47,15 @@ class WorkerLink:
         client: WorkerClient,
         worker_id: int,
         vocab_size: int,
-        one_token: Mapping[str, Any],
+        probe_request: Mapping[str, Any],
         deadlines: WorkerDeadlines,
     ) -> None:
-        """`one_token`: the request of a probe, for a single token. It needs no other worker."""
+        """`probe_request`: the request of a probe, for a single token. It needs no other worker."""
         self._client, self._id, self._vocab_size, self._deadlines = client, worker_id, vocab_size, deadlines
-        self._one_token = one_token
-        self._is_gone = self._is_lost = False
+        self._probe_request = probe_request
+        self._is_removed = self._is_lost = False
         self._tasks = BackgroundTasks()
-        self.num_pieces = 0
+        self.num_outputs = 0
         """Number of outputs that the worker has sent, of all answers. Stands for the number of its engine's steps."""
 
     @property
@@ -66,20 +66,20 @@ class WorkerLink:
     @property
     def healthy(self) -> bool:
         """True if Dynamo's discovery has the worker, and the worker is not lost."""
-        return not self._is_gone and not self._is_lost
+        return not self._is_removed and not self._is_lost
 
     def leave(self) -> None:
         """Record that Dynamo's discovery no longer has the worker."""
-        self._is_gone = True
+        self._is_removed = True
 
-    async def pieces(self, message: dict[str, Any]) -> AsyncGenerator[WorkerOutput]:
+    async def outputs(self, message: dict[str, Any]) -> AsyncGenerator[WorkerOutput]:
         """Send a request to the worker, and yield its outputs. Raises `RequestError`."""
         limits = self._deadlines
-        calling = self._client.call(self._id, message, accept_s=limits.accept_s, silence_s=limits.silence_s)
+        call = self._client.call(self._id, message, accept_s=limits.accept_s, silence_s=limits.silence_s)
         try:
-            async with aclosing(calling) as pieces:
-                async for data in pieces:
-                    self.num_pieces += 1
+            async with aclosing(call) as outputs:
+                async for data in outputs:
+                    self.num_outputs += 1
                     yield read_output(data, self._vocab_size)
         except WorkerLost:
             self._mark_lost()
@@ -87,11 +87,11 @@ class WorkerLink:
         except msgspec.ValidationError as error:
             raise WorkerLost(f"the answer of {self.name} cannot be read: {error}") from error
 
-    async def drain(self, pieces: AsyncGenerator[WorkerOutput]) -> None:
+    async def drain(self, outputs: AsyncGenerator[WorkerOutput]) -> None:
         """Read the rest of an answer whose last token has arrived: otherwise the worker counts it as cancelled."""
         with suppress(TimeoutError, RequestError):
-            async with asyncio.timeout(self._deadlines.last_s):
-                async for _ in pieces:
+            async with asyncio.timeout(self._deadlines.drain_timeout_s):
+                async for _ in outputs:
                     pass
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -112,13 +112,13 @@ class WorkerLink:
 
     async def _probe(self) -> None:
         limits = self._deadlines
-        while self._is_lost and not self._is_gone:
+        while self._is_lost and not self._is_removed:
             await asyncio.sleep(limits.probe_s)
-            message = {**self._one_token, _PROBE: True}
-            calling = self._client.call(self._id, message, accept_s=limits.accept_s, silence_s=limits.accept_s)
+            message = {**self._probe_request, _PROBE: True}
+            call = self._client.call(self._id, message, accept_s=limits.accept_s, silence_s=limits.accept_s)
             try:
-                async with aclosing(calling) as pieces:
-                    async for _ in pieces:
+                async with aclosing(call) as outputs:
+                    async for _ in outputs:
                         self._is_lost = False
             except RequestError as error:
-                log.info("%s does not answer yet: %s", self.name, error)
+                logger.info("%s does not answer yet: %s", self.name, error)

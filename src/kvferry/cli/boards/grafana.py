@@ -56,7 +56,7 @@ def _panel(number: int, panel: Panel, x: int, y: int) -> dict[str, Any]:
         "id": number,
         "type": "timeseries",
         "title": panel.title,
-        "description": panel.about,
+        "description": panel.description,
         "datasource": _DATASOURCE,
         "gridPos": {"x": x, "y": y, "w": _PANEL_WIDTH, "h": _HEIGHT},
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},

@@ -22,12 +22,12 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart. `about`: explains the chart to its reader."""
+    """One chart. `description`: explains the chart to its reader."""
 
     title: str
     unit: Unit
     queries: tuple[Query, ...]
-    about: str
+    description: str
 
 
 @dataclass(frozen=True)

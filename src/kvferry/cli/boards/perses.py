@@ -54,7 +54,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
     return {
         "kind": "Panel",
         "spec": {
-            "display": {"name": panel.title, "description": panel.about},
+            "display": {"name": panel.title, "description": panel.description},
             "plugin": {
                 "kind": "TimeSeriesChart",
                 "spec": {"legend": {"position": "bottom"}, "yAxis": {"format": _UNITS[panel.unit], "min": 0}},

@@ -36,8 +36,8 @@ def read_documents(paths: Sequence[str]) -> Iterator[Document]:
         raise ConfigError("standard input (-) can be given only once")
     for path in paths:
         if path != STANDARD_INPUT and not Path(path).is_file():
-            what = "neither a flag of this command nor a file" if path.startswith("-") else "no file"
-            raise ConfigError(f"{path} is {what} that can be read")
+            problem = "neither a flag of this command nor a file" if path.startswith("-") else "no file"
+            raise ConfigError(f"{path} is {problem} that can be read")
     return _documents(paths, _read_text(STANDARD_INPUT) if STANDARD_INPUT in paths else "")
 
 

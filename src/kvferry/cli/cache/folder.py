@@ -184,10 +184,10 @@ def import_(store: Folder, archive: Annotated[Path, Parameter(help="What export 
     """Read blocks from an archive. Blocks that do not verify are refused."""
     try:
         with TimedFile(archive) as file:
-            taken, refused = upkeep.import_(store, cast(IO[bytes], file))
+            num_imported, num_refused = upkeep.import_(store, cast(IO[bytes], file))
     except OSError as error:
         raise ConfigError(f"cannot read {archive} into {store}: {error.strerror}") from error
-    print(f"{taken} blocks taken, {refused} refused")  # noqa: T201
+    print(f"{num_imported} blocks taken, {num_refused} refused")  # noqa: T201
 
 
 def add_to(cache: App) -> None:
@@ -212,8 +212,8 @@ def _checked(prefix: str) -> str:
     return prefix
 
 
-def _print_count(count: int, what: str) -> None:
-    print(f"{count} blocks {what}")  # noqa: T201
+def _print_count(count: int, noun: str) -> None:
+    print(f"{count} blocks {noun}")  # noqa: T201
 
 
 def _print_json(document: object) -> None:

@@ -108,8 +108,8 @@ def _progress(trace: Path) -> Iterator[Callable[[int], None]]:
 
 def _table(comparison: Comparison, names: Sequence[str]) -> Table:
     """Hit ratios, a row for each policy and a column for each size."""
-    about = f"{comparison.requests} requests, {comparison.blocks} blocks of {comparison.block_tokens} tokens"
-    title = f"Share of blocks found\n{about}, {comparison.different_blocks} different"
+    caption = f"{comparison.requests} requests, {comparison.blocks} blocks of {comparison.block_tokens} tokens"
+    title = f"Share of blocks found\n{caption}, {comparison.different_blocks} different"
     table = Table(title=title, title_justify="left")
     table.add_column("policy")
     for tokens in comparison.optimal_hit_ratio:

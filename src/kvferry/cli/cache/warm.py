@@ -29,7 +29,7 @@ from kvferry.core.settings.bounds import SECONDS
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec.fleet_settings import FleetSettings
 from kvferry.fleet.spec.kv_transfer import check_transfer
-from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import FleetShapeSettings, InstanceSettings, ListenSettings
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.signed_client import SignedClient
 from kvferry.http.tls import client_context
@@ -37,7 +37,7 @@ from kvferry.observe.logs import LogConfig, set_up_logging
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warm:
+class WarmOptions:
     """Where documents are computed, and where and how their KV is kept."""
 
     url: str | None = None
@@ -71,8 +71,8 @@ class Warm:
     """Maximum seconds for one document."""
 
 
-WarmFlags = Annotated[Warm, Parameter(name="*")]
-DEFAULTS = Warm()
+WarmFlags = Annotated[WarmOptions, Parameter(name="*")]
+DEFAULTS = WarmOptions()
 
 
 def warm(
@@ -86,7 +86,7 @@ def warm(
     ],
     /,
     *,
-    what: WarmFlags = DEFAULTS,
+    options: WarmFlags = DEFAULTS,
     json: Annotated[bool, Parameter(help="Print JSON instead of a table.", negative=())] = False,
     engine: EngineFlags = ENGINE,
     log: LogFlags = LOG,
@@ -108,24 +108,30 @@ def warm(
     """
     if not documents:
         raise ConfigError("kvferry cache warm: name the documents, or - for standard input")
-    SECONDS.require("--timeout-s", what.timeout_s)
+    SECONDS.require("--timeout-s", options.timeout_s)
     logs = complete(LogConfig, log)
     set_up_logging(logs, "warm")
     report = _Report(json)
-    warm_up = _warming(read_documents(documents), what, report)
+    warm_up = _make_warm_up(read_documents(documents), options, report)
     try:
-        if what.url is not None:
-            _require_no_engine_flags(what)
-            run_async(warm_up(what.url))
+        if options.url is not None:
+            _require_no_engine_flags(options)
+            run_async(warm_up(options.url))
         else:
-            run_async(run_alongside("warm", _fleet_settings(what, engine, logs), lambda urls: warm_up(urls[ENDPOINT])))
+            run_async(
+                run_alongside("warm", _fleet_settings(options, engine, logs), lambda urls: warm_up(urls[ENDPOINT]))
+            )
     finally:
         report.close()
     return report.print()
 
 
-def _require_no_engine_flags(what: Warm) -> None:
-    for name, value in (("model", what.model), ("store", what.store), ("kv-transfer-config", what.kv_transfer_config)):
+def _require_no_engine_flags(options: WarmOptions) -> None:
+    for name, value in (
+        ("model", options.model),
+        ("store", options.store),
+        ("kv-transfer-config", options.kv_transfer_config),
+    ):
         if value:
             raise ConfigError(f"--{name} is for an engine that this command starts; leave it out, or leave out --url")
 
@@ -133,17 +139,17 @@ def _require_no_engine_flags(what: Warm) -> None:
 WarmUp = Callable[[str], Coroutine[Any, Any, None]]
 
 
-def _warming(documents: Iterator[Document], what: Warm, report: _Report) -> WarmUp:
+def _make_warm_up(documents: Iterator[Document], options: WarmOptions, report: _Report) -> WarmUp:
     async def warm_up(url: str) -> None:
-        key = what.admin_key
-        async with HttpClient(tls=client_context(what.tls_ca) if url.startswith("https") else None) as http:
+        key = options.admin_key
+        async with HttpClient(tls=client_context(options.tls_ca) if url.startswith("https") else None) as http:
             client = SignedClient(http, http_secret([key] if key else []), key)
             await warm_all(
                 await find_instances(Server(client, url)),
                 documents,
-                pin=None if what.unpin else what.pin,
-                cache_salt=what.cache_salt,
-                timeout_s=what.timeout_s,
+                pin=None if options.unpin else options.pin,
+                cache_salt=options.cache_salt,
+                timeout_s=options.timeout_s,
                 on_progress=report.on_progress,
                 on_outcome=report.on_outcome,
             )
@@ -154,24 +160,24 @@ def _warming(documents: Iterator[Document], what: Warm, report: _Report) -> Warm
 # An engine of its own.
 
 
-def _fleet_settings(what: Warm, engine: Any, log: LogConfig) -> FleetSettings:
-    if what.model is None:
+def _fleet_settings(options: WarmOptions, engine: Any, log: LogConfig) -> FleetSettings:
+    if options.model is None:
         raise ConfigError("kvferry cache warm: give the --url of a running instance or router, or --model and --store")
-    if bool(what.store) == (what.kv_transfer_config is not None):
+    if bool(options.store) == (options.kv_transfer_config is not None):
         raise ConfigError("kvferry cache warm --model: give --store or --kv-transfer-config, one of them")
     text = (
-        what.kv_transfer_config
+        options.kv_transfer_config
         or msgspec.json.encode(
-            {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": list(what.store)}}
+            {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": list(options.store)}}
         ).decode()
     )
     check_transfer(text)
     producer = msgspec.json.encode({**msgspec.json.decode(text), "kv_role": "kv_producer"}).decode()
     return FleetSettings(
-        spec=FleetSpec(),
-        engine=complete(EngineConfig, engine, model=what.model),
-        instance=InstanceSpec(kv_transfer_config=producer),
-        listen=Listen(port=0),
+        spec=FleetShapeSettings(),
+        engine=complete(EngineConfig, engine, model=options.model),
+        instance=InstanceSettings(kv_transfer_config=producer),
+        listen=ListenSettings(port=0),
         log=log,
     )
 

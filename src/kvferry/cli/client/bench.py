@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvferry.cli import completion
-from kvferry.cli.client.load import AGGREGATED, LoadResult, OpenLoop, Sent, poisson
+from kvferry.cli.client.load import AGGREGATED, LoadResult, OpenLoop, RequestOutcome, poisson
 from kvferry.cli.client.stream import OpenAIClient
 from kvferry.cli.client.talk import choose_model
 from kvferry.core.clock import SYSTEM_CLOCK
@@ -75,7 +75,7 @@ def bench(
     if trace is None:
         arrivals = poisson(rate, for_s, prompt_tokens, answer_tokens, seed)
     else:
-        arrivals = part_of(faster(read_traffic(trace), speed), last_s=for_s)
+        arrivals = part_of(faster(read_traffic(trace), speed), until_s=for_s)
     passes = {_SPLIT: [], _AGGREGATED: AGGREGATED} if compare else {_SPLIT: []}
 
     async def run() -> dict[str, LoadResult]:
@@ -184,7 +184,7 @@ class _Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def done(self, sent: Sent) -> None:
+    def done(self, sent: RequestOutcome) -> None:
         """One more has ended."""
         self._count += 1
         self._bar.advance(self._task)

@@ -26,12 +26,12 @@ _POOL_TEXT = (
 
 
 @dataclass(frozen=True)
-class Sent:
-    """One request of the load and its outcome. `late_s`: seconds after its time at which it was sent; `reply`: None if
-    it failed or was not sent, for the reason in `error`."""
+class RequestOutcome:
+    """One request of the load and its outcome. `send_delay_s`: seconds after its time at which it was sent; `reply`:
+    None if it failed or was not sent, for the reason in `error`."""
 
     arrival: Arrival
-    late_s: float
+    send_delay_s: float
     reply: Reply | None
     error: str = ""
 
@@ -41,7 +41,7 @@ class LoadResult:
     """The outcomes of a load of `seconds`."""
 
     seconds: float
-    sent: list[Sent] = field(default_factory=list)
+    sent: list[RequestOutcome] = field(default_factory=list)
 
     @property
     def answered(self) -> list[Reply]:
@@ -70,7 +70,7 @@ class LoadResult:
             "e2e_ms": quantiles([reply.end_s - reply.begun_s for reply in replies]),
             "within_targets": within / len(self.sent) if self.sent else 0.0,
             "goodput": within / self.seconds,
-            "longest_delay_ms": 1000 * max((sent.late_s for sent in self.sent), default=0.0),
+            "longest_delay_ms": 1000 * max((sent.send_delay_s for sent in self.sent), default=0.0),
         }
 
 
@@ -85,8 +85,8 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
 
 def poisson(rate: float, seconds: float, prompt_tokens: int, answer_tokens: int, seed: int) -> list[Arrival]:
     """Requests at random times, `rate` a second on average."""
-    numbers, at_s, arrivals = random.Random(seed), 0.0, []
-    while (at_s := at_s + numbers.expovariate(rate)) < seconds:
+    rng, at_s, arrivals = random.Random(seed), 0.0, []
+    while (at_s := at_s + rng.expovariate(rate)) < seconds:
         arrivals.append(Arrival(at_s, prompt_tokens, answer_tokens))
     return arrivals or [Arrival(0.0, prompt_tokens, answer_tokens)]
 
@@ -122,19 +122,19 @@ class OpenLoop:
         self,
         arrivals: Sequence[Arrival],
         headers: RawHeaders = [],  # noqa: B006 - never changed
-        on_done: Callable[[Sent], object] = lambda sent: None,
+        on_done: Callable[[RequestOutcome], object] = lambda sent: None,
     ) -> LoadResult:
         """Send the requests at their times, and wait for all answers."""
-        begun, outcomes = self._clock.monotonic(), list[Sent]()
+        begun, outcomes = self._clock.monotonic(), list[RequestOutcome]()
         under_way = BackgroundTasks()
 
         async def send(arrival: Arrival, number: int) -> None:
-            late_s = self._clock.monotonic() - begun - arrival.at_s
+            send_delay_s = self._clock.monotonic() - begun - arrival.at_s
             try:
                 reply = await self._client.stream(COMPLETIONS_PATH, self._body(arrival, number), headers=headers)
-                outcome = Sent(arrival, late_s, reply, reply.error)
+                outcome = RequestOutcome(arrival, send_delay_s, reply, reply.error)
             except KvferryError as error:
-                outcome = Sent(arrival, late_s, None, str(error))
+                outcome = RequestOutcome(arrival, send_delay_s, None, str(error))
             outcomes.append(outcome)
             on_done(outcome)
 
@@ -142,7 +142,7 @@ class OpenLoop:
             for number, arrival in enumerate(arrivals):
                 await asyncio.sleep(max(0.0, begun + arrival.at_s - self._clock.monotonic()))
                 if len(under_way) >= self.max_open:
-                    outcomes.append(Sent(arrival, 0.0, None, f"{self.max_open} requests were under way"))
+                    outcomes.append(RequestOutcome(arrival, 0.0, None, f"{self.max_open} requests were under way"))
                     continue
                 under_way.start(send(arrival, number))
             await asyncio.gather(*under_way)
@@ -159,8 +159,8 @@ class OpenLoop:
             drawn = TracePrompt(arrival, number, self._seed, len(self._pool))[:length]
             prompt = [self._pool[index] for index in drawn]
         else:
-            words = random.Random(f"{self._seed} {number}")
-            prompt = " ".join(words.choice(_POOL_TEXT.split()) for _ in range(length))
+            rng = random.Random(f"{self._seed} {number}")
+            prompt = " ".join(rng.choice(_POOL_TEXT.split()) for _ in range(length))
         return {
             "model": self._model.name,
             "prompt": prompt,

@@ -1,4 +1,4 @@
-"""A streamed answer of a server with OpenAI's API, with the time of each piece."""
+"""A streamed answer of a server with OpenAI's API, with the time of each chunk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Reply:
 
     begun_s: float
     text: str = ""
-    piece_times_s: list[float] = field(default_factory=list)
+    chunk_times_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
     prompt_tokens: int = 0
     end_s: float = 0.0
@@ -44,18 +44,18 @@ class Reply:
     @property
     def ttft_s(self) -> float | None:
         """Time to the first token; None: none arrived."""
-        return self.piece_times_s[0] - self.begun_s if self.piece_times_s else None
+        return self.chunk_times_s[0] - self.begun_s if self.chunk_times_s else None
 
     @property
     def gaps_s(self) -> list[float]:
         """Times between two consecutive chunks. A chunk has one token, or several if the server sends them together."""
-        return [later - earlier for earlier, later in pairwise(self.piece_times_s)]
+        return [later - earlier for earlier, later in pairwise(self.chunk_times_s)]
 
     @property
     def itl_s(self) -> float | None:
         """Mean time between two tokens; None if there are fewer than two."""
-        count = max(self.num_tokens, len(self.piece_times_s)) - 1
-        return (self.piece_times_s[-1] - self.piece_times_s[0]) / count if count > 0 and self.piece_times_s else None
+        count = max(self.num_tokens, len(self.chunk_times_s)) - 1
+        return (self.chunk_times_s[-1] - self.chunk_times_s[0]) / count if count > 0 and self.chunk_times_s else None
 
 
 @dataclass(frozen=True)
@@ -139,15 +139,15 @@ class OpenAIClient:
                 if call.status != 200:
                     raise Unavailable(_refusal(call.status, await call.read(self.max_error_bytes)))
                 reply.request_id = _header(call.headers, b"x-request-id")
-                await self._read(call.pieces(), reply, on_text)
+                await self._read(call.chunks(), reply, on_text)
         except TimeoutError as error:
-            if not reply.piece_times_s:
+            if not reply.chunk_times_s:
                 raise Unavailable(f"{self.origin} did not answer within {self._timeout_s:g} s") from error
             reply.error = f"it did not end within {self._timeout_s:g} s"
         except Unavailable:
             raise
         except KvferryError as error:
-            if not reply.piece_times_s:
+            if not reply.chunk_times_s:
                 raise
             reply.error = str(error)
         finally:
@@ -155,9 +155,9 @@ class OpenAIClient:
         reply.end_s = self._clock.monotonic()
         return reply
 
-    async def _read(self, pieces: Any, reply: Reply, on_text: Callable[[str], object]) -> None:
+    async def _read(self, chunks: Any, reply: Reply, on_text: Callable[[str], object]) -> None:
         rest, total = b"", 0
-        async for chunk in pieces:
+        async for chunk in chunks:
             now = self._clock.monotonic()
             total += len(chunk)
             *lines, rest = (rest + chunk).split(b"\n")
@@ -198,7 +198,7 @@ def _take(reply: Reply, event: bytes, now: float, on_text: Callable[[str], objec
             text = part.get("content") or part.get("text") or ""
             thought = part.get("reasoning") or part.get("reasoning_content") or ""
             if thought or text or choice.get("token_ids"):
-                reply.piece_times_s.append(now)
+                reply.chunk_times_s.append(now)
                 reply.text += text
                 on_text(thought + text)
     except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, RecursionError):

@@ -37,16 +37,16 @@ from kvferry.fleet.display import Display
 from kvferry.fleet.processes.recipe import recipe_of
 from kvferry.fleet.spec.fleet_settings import FleetSettings, fleet_of
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, RoleSpec
-from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import FleetShapeSettings, InstanceSettings, ListenSettings
 from kvferry.http.client.http_client import HttpClient
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig
 
-PIECES = (("heapq.py", 200), ("textwrap.py", 500), ("inspect.py", 900), ("argparse.py", 1500))
+PROMPTS = (("heapq.py", 200), ("textwrap.py", 500), ("inspect.py", 900), ("argparse.py", 1500))
 """Files of the standard library, and number of their first tokens that are the prompt."""
 
 NUM_TOKENS = 48
-LONG_PIECES, LONG_TOKENS = ("tarfile.py", "typing.py", "subprocess.py", "pickle.py"), 2000
+LONG_PROMPTS, LONG_TOKENS = ("tarfile.py", "typing.py", "subprocess.py", "pickle.py"), 2000
 """Files whose first tokens are the long prompts, and number of these tokens."""
 BAR_WIDTH = 13
 _ROUTER, _PLAIN = "router-0", "plain"
@@ -77,12 +77,12 @@ def demo(
     logs = complete(LogConfig, log)
     console = Console(highlight=False)
     settings = FleetSettings(
-        spec=FleetSpec(prefill=1, decode=1),
+        spec=FleetShapeSettings(prefill=1, decode=1),
         # float32: in bfloat16, rounding on two machines may choose different ones of two equally likely tokens.
         engine=EngineConfig(model=model, dtype="float32", kv_cache_memory="256MiB"),
-        instance=InstanceSpec(served_model_name=("demo",)),
+        instance=InstanceSettings(served_model_name=("demo",)),
         # Without --keep, this command is the only client, and it waits for no answers once it is stopped.
-        listen=Listen(port=port) if keep else Listen(port=port, grace_s=0.0),
+        listen=ListenSettings(port=port) if keep else ListenSettings(port=port, grace_s=0.0),
         log=logs,
     )
     check_before_start(settings.engine, settings.choice, settings.listen, settings.access)
@@ -127,7 +127,7 @@ async def _run(settings: FleetSettings, console: Console, keep: bool) -> int:
 
 def _plain(settings: FleetSettings) -> DesiredFleet:
     """One more instance of the model, which does both phases and moves no KV, on the cores of the others."""
-    alone = replace(settings, spec=FleetSpec(), listen=msgspec.structs.replace(settings.listen, port=0))
+    alone = replace(settings, spec=FleetShapeSettings(), listen=msgspec.structs.replace(settings.listen, port=0))
     return msgspec.structs.replace(fleet_of("plain", alone), role={"both": RoleSpec()})
 
 
@@ -215,21 +215,21 @@ async def _ask_and_show(watching: _Watching, console: Console) -> int:
     urls, printing = watching.urls, watching.printing
     async with HttpClient() as client:
         router, plain = Endpoint(client, urls[_ROUTER]), Endpoint(client, urls[_PLAIN])
-        pieces = [await router.cut(name, length) for name, length in PIECES]
-        await _show_stalls({"P/D": router, "plain": plain}, pieces[0], console, printing)
-        answers = [await router.ask(piece, NUM_TOKENS) for piece in pieces]
+        prompts = [await router.cut(name, length) for name, length in PROMPTS]
+        await _show_stalls({"P/D": router, "plain": plain}, prompts[0], console, printing)
+        answers = [await router.ask(prompt, NUM_TOKENS) for prompt in prompts]
         console.print()
-        console.print(_times(pieces, answers, console))
+        console.print(_times(prompts, answers, console))
         console.print(_legend(console))
-        expected = [await plain.ask(piece, NUM_TOKENS) for piece in pieces]
-        return _compare(pieces, answers, expected, console)
+        expected = [await plain.ask(prompt, NUM_TOKENS) for prompt in prompts]
+        return _compare(prompts, answers, expected, console)
 
 
 async def _show_stalls(
     endpoints: Mapping[str, Endpoint], short: DemoPrompt, console: Console, printing: Printing
 ) -> None:
     """Stream an answer while long prompts arrive, on one endpoint after the other, and draw both."""
-    longs = [await endpoints["plain"].cut(name, LONG_TOKENS) for name in LONG_PIECES]
+    longs = [await endpoints["plain"].cut(name, LONG_TOKENS) for name in LONG_PROMPTS]
     console.print(
         f"\nSomeone sends {len(longs)} prompts of {LONG_TOKENS} tokens while you read an answer."
         " [bold]Time between two tokens of it:[/bold]"
@@ -248,13 +248,13 @@ async def _show_stalls(
 # What it shows.
 
 
-def _times(pieces: Sequence[DemoPrompt], answers: Sequence[DemoAnswer], console: Console) -> Table:
+def _times(prompts: Sequence[DemoPrompt], answers: Sequence[DemoAnswer], console: Console) -> Table:
     table = Table(box=None, pad_edge=False, title="Where each request's time went, in ms", title_justify="left")
     table.add_column("prompt", no_wrap=True)
     for name in ("queue", "prefill", "transfer", "first token", "decode"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("", no_wrap=True)
-    for piece, answer in zip(pieces, answers, strict=True):
+    for prompt, answer in zip(prompts, answers, strict=True):
         times = answer.timeline
         seconds = {name: times.span(start, end) or 0.0 for name, start, end, _ in PHASES}
         figures = [
@@ -265,7 +265,7 @@ def _times(pieces: Sequence[DemoPrompt], answers: Sequence[DemoAnswer], console:
             seconds["decode"],
         ]
         row = [f"{figure * 1e3:.1f}" for figure in figures]
-        table.add_row(f"{piece.name}, {len(piece.token_ids)}", *row, _bar(seconds, console))
+        table.add_row(f"{prompt.name}, {len(prompt.token_ids)}", *row, _bar(seconds, console))
     return table
 
 
@@ -292,11 +292,11 @@ def _mark(phase: str, console: Console) -> str:
 
 
 def _compare(
-    pieces: Sequence[DemoPrompt], answers: Sequence[DemoAnswer], plain: Sequence[DemoAnswer], console: Console
+    prompts: Sequence[DemoPrompt], answers: Sequence[DemoAnswer], plain: Sequence[DemoAnswer], console: Console
 ) -> int:
     differing = [
-        piece.name
-        for piece, split_answer, plain_answer in zip(pieces, answers, plain, strict=True)
+        prompt.name
+        for prompt, split_answer, plain_answer in zip(prompts, answers, plain, strict=True)
         if split_answer.token_ids != plain_answer.token_ids
     ]
     if differing:

@@ -86,12 +86,12 @@ class Endpoint:
         return DemoPrompt(name, token_ids, "\n".join(shown["prompt"].splitlines()[-SHOWN_LINES:]))
 
     async def ask(
-        self, piece: DemoPrompt, num_tokens: int, on_text: Callable[[str], object] = lambda text: None, **more: Any
+        self, prompt: DemoPrompt, num_tokens: int, on_text: Callable[[str], object] = lambda text: None, **fields: Any
     ) -> DemoAnswer:
         """Stream a sampled answer of this number of tokens. `on_text`: called with the text of each chunk when it
-        arrives. `more`: further fields of the request."""
+        arrives. `fields`: further fields of the request."""
         body = {
-            "prompt": piece.token_ids,
+            "prompt": prompt.token_ids,
             "max_tokens": num_tokens,
             "temperature": 0.6,
             "seed": 7,
@@ -99,11 +99,11 @@ class Endpoint:
             "stream": True,
             "return_token_ids": True,
             "return_timeline": True,
-            **more,
+            **fields,
         }
         answer, rest = DemoAnswer(asked_s=SYSTEM_CLOCK.monotonic()), b""
-        async with self.posting("/v1/completions", body) as coming:
-            async for chunk in coming.pieces():
+        async with self.posting("/v1/completions", body) as call:
+            async for chunk in call.chunks():
                 now = SYSTEM_CLOCK.monotonic()
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:

@@ -27,7 +27,9 @@ NUM_REQUESTS = 3
 _SLOW_SHARE = 0.05
 """Share of the medium's rate below which a hand-off of at least `_MIN_BYTES` is a finding."""
 _MIN_BYTES = 4 * 2**20
-_TAKEN = re.compile(rb"^kvferry:connector_(taken_bytes|taken_seconds|taken)_total\{([^}\n]*)\} ([0-9.e+-]+)$", re.M)
+_TAKEN_METRICS = re.compile(
+    rb"^kvferry:connector_(taken_bytes|taken_seconds|taken)_total\{([^}\n]*)\} ([0-9.e+-]+)$", re.M
+)
 _KIND = re.compile(rb'kind="([^"]*)"')
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -60,7 +62,7 @@ def read_hand_offs(metrics: bytes) -> HandOffs:
     """The hand-offs in an instance's metrics."""
     by_medium: dict[str, float] = {}
     totals = {"taken_seconds": 0.0, "taken": 0.0}
-    for name, labels, text in _TAKEN.findall(metrics):
+    for name, labels, text in _TAKEN_METRICS.findall(metrics):
         if name == b"taken_bytes":
             kind = _KIND.search(labels)
             medium = kind[1].decode(errors="replace") if kind else ""
@@ -85,8 +87,8 @@ async def examine_deployment(
     yield good(text) if len(up) == len(instances) else problem(text, f"kvferry status {url}")
     for view in instances:
         if view.no_hand_off:
-            why = printable(view.no_hand_off)
-            yield problem(f"{printable(view.name)} hands off nothing: {why}", f"kvferry status {url}")
+            reason = printable(view.no_hand_off)
+            yield problem(f"{printable(view.name)} hands off nothing: {reason}", f"kvferry status {url}")
     for result in await servers.check_all(up):
         if result.problem:
             yield problem(f"{printable(result.instance.name)}: {printable(result.problem)}", f"kvferry status {url}")
@@ -137,8 +139,8 @@ async def _hand_offs(
     after = await _fetched(servers, decoding)
     measured = after.since(before) if sends else after
     if not measured.count:
-        what = "of the requests just sent" if sends else "so far"
-        yield problem(f"nothing {what} was handed off", f"kvferry why {url}")
+        period = "of the requests just sent" if sends else "so far"
+        yield problem(f"nothing {period} was handed off", f"kvferry why {url}")
         return
     num_bytes = sum(measured.bytes_by_medium.values())
     media = ", ".join(sorted(filter(None, measured.bytes_by_medium))) or "an unnamed medium"
@@ -192,8 +194,8 @@ async def _send(client: OpenAIClient) -> list[Timeline]:
     timelines = []
     for number in range(NUM_REQUESTS):
         words = f"Request {SYSTEM_CLOCK.wall():.6f} {number}: " + "one two three four " * (min(limit, 2048) // 16)
-        more: dict[str, Any] = {"return_timeline": True} if models[0].owner == "kvferry" else {}
-        body = {"model": models[0].name, "prompt": words, "max_tokens": 2, "temperature": 0, **more}
+        fields: dict[str, Any] = {"return_timeline": True} if models[0].owner == "kvferry" else {}
+        body = {"model": models[0].name, "prompt": words, "max_tokens": 2, "temperature": 0, **fields}
         reply = await client.stream(COMPLETIONS_PATH, body)
         if reply.timeline is not None:
             timelines.append(reply.timeline)

@@ -218,8 +218,8 @@ def _links_of_gpus(matrix: str) -> Finding:
     slow = [f"{first}-{second} {link}" for (first, second), link in links.items() if not link.startswith("NV")]
     if not slow:
         return good(f"GPUs are joined by NVLink ({', '.join(sorted(set(links.values())))})")
-    named = ", ".join(slow[:_MAX_NAMED]) + (", …" if len(slow) > _MAX_NAMED else "")
-    return unknown(f"{len(slow)} of {len(links)} pairs of GPUs are joined by PCIe, not NVLink: {named}")
+    names = ", ".join(slow[:_MAX_NAMED]) + (", …" if len(slow) > _MAX_NAMED else "")
+    return unknown(f"{len(slow)} of {len(links)} pairs of GPUs are joined by PCIe, not NVLink: {names}")
 
 
 def examine_rdma(hardware: Hardware) -> Iterator[Finding]:

@@ -118,8 +118,8 @@ def add(
     """Add an instance that is running: `kvferry fleet add decode http://10.0.0.3:8000`."""
     if bootstrap_port is not None:
         PORT.require("--bootstrap-port", bootstrap_port)
-    more = {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
-    return _print_change(ask(where, "POST", f"{_PATH}/add", _Changed, {"role": role, "url": url, **more}), "added")
+    fields = {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
+    return _print_change(ask(where, "POST", f"{_PATH}/add", _Changed, {"role": role, "url": url, **fields}), "added")
 
 
 @app.command
@@ -163,8 +163,8 @@ def change_role(instance: Name, role: RoleArgument, *, where: WhereFlags = _HERE
     return _print_change(ask(where, "POST", f"{_PATH}/role", _Changed, {"instance": instance, "role": role}), "changed")
 
 
-def _print_change(answer: _Changed, what: str) -> int:
-    sys.stdout.write(f"{answer.name} ({answer.url}): {what}\n")
+def _print_change(answer: _Changed, action: str) -> int:
+    sys.stdout.write(f"{answer.name} ({answer.url}): {action}\n")
     return 0
 
 

@@ -58,12 +58,15 @@ def control(
     ledger = existing_ledger(name)
     with suppress(OSError):  # the folder is gone, and so are the paths relative to it
         os.chdir(ledger.desired_state().directory or ".")
-    return run_async(reconcile(ledger, waits=wait))
+    return run_async(reconcile(ledger, wait_for_leadership=wait))
 
 
-async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, display: Display | None = None) -> int:
+async def reconcile(
+    ledger: Ledger, *, wait_for_leadership: bool, follows_file: bool = False, display: Display | None = None
+) -> int:
     """Run a fleet's controller until a signal. If its heartbeat was late, another controller may have taken over: the
-    process then starts again, and waits for the other controller. `waits`, `follows`: as in `Controller`."""
+    process then starts again, and waits for the other controller. `wait_for_leadership`, `follows_file`: as in
+    `Controller`."""
     fleet, display = ledger.desired_state().fleet, display or PlainDisplay()
     backend = make_backend(running_folder(ledger), fleet, display)
     grace_s = grace_of(fleet)
@@ -72,7 +75,13 @@ async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, displ
         controller.end(Detached())
 
     async with controlling(
-        ledger, backend, display, on_signal, waits=waits, follows=follows, grace_s=grace_s
+        ledger,
+        backend,
+        display,
+        on_signal,
+        wait_for_leadership=wait_for_leadership,
+        follows_file=follows_file,
+        grace_s=grace_s,
     ) as controller:
         end = await controller.run()
         if isinstance(end, LeadershipLost):

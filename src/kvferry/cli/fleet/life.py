@@ -35,7 +35,7 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet, Number, check_fleet, rea
 from kvferry.models.catalog import resolve
 
 Wait = Annotated[
-    float, Parameter(help="Seconds to wait until the fleet is as it is to be; 0: only write down what is wanted.")
+    float, Parameter(help="Seconds to wait until the fleet is as desired; 0: only write down the desired state.")
 ]
 
 
@@ -65,9 +65,9 @@ def apply(
     make_backend(running_path(ledger), fleet)
     if dry_run:
         return show_steps(ledger, fleet)
-    if (what := unrollable_part(fleet)) and fleet.scale is None:
-        why = f"{what}: with max = count and roll.unavailable = 0, no roll can replace anything"
-        sys.stderr.write(f"kvferry: {why}; raise one of max and roll.unavailable to be able to change settings\n")
+    if (part := unrollable_part(fleet)) and fleet.scale is None:
+        reason = f"{part}: with max = count and roll.unavailable = 0, no roll can replace anything"
+        sys.stderr.write(f"kvferry: {reason}; raise one of max and roll.unavailable to be able to change settings\n")
     _wait_for_end(ledger, wait_s)
     return _apply_and_follow(ledger, ledger.apply(fleet), wait_s)
 
@@ -85,13 +85,13 @@ def scale(
     def scaled(desired: DesiredState) -> DesiredFleet:
         fleet = desired.fleet
         if fleet.scale is not None and not fleet.scale.recommend:
-            why = "has a table [scale], which decides about its counts; change min and max in its spec"
-            raise ConfigError(f"{name} {why}")
+            reason = "has a table [scale], which decides about its counts; change min and max in its spec"
+            raise ConfigError(f"{name} {reason}")
         for count in counts:
-            what, _, number = count.partition("=")
+            role, _, number = count.partition("=")
             if not (number.isascii() and number.isdecimal()):
                 raise ConfigError(f"{count!r} is not a role and a number; write it as prefill=3")
-            fleet = _scaled(fleet, what, read_value(what, number, Number))
+            fleet = _scaled(fleet, role, read_value(role, number, Number))
         return check_fleet(fleet)
 
     return _change(name, scaled, wait_s)
@@ -156,21 +156,21 @@ def _set_pause(name: str, *, pause: bool, wait_s: float = 0.0) -> int:
     return _change(name, set_pause, wait_s)
 
 
-def _scaled(fleet: DesiredFleet, what: str, number: int) -> DesiredFleet:
+def _scaled(fleet: DesiredFleet, kind: str, number: int) -> DesiredFleet:
     if fleet.unit is not None:
-        if what != "unit":
+        if kind != "unit":
             raise ConfigError(f"{fleet.name} is in replica mode, where units are scaled: unit={number}")
         return msgspec.structs.replace(fleet, unit=msgspec.structs.replace(fleet.unit, count=number))
-    role = next((role_spec for name, role_spec in fleet.role.items() if name == what), None)
+    role = next((role_spec for name, role_spec in fleet.role.items() if name == kind), None)
     if role is None:
-        raise ConfigError(unknown_key(repr(what[:40]), what, fleet.role, "role"))
-    return msgspec.structs.replace(fleet, role={**fleet.role, what: msgspec.structs.replace(role, count=number)})
+        raise ConfigError(unknown_key(repr(kind[:40]), kind, fleet.role, "role"))
+    return msgspec.structs.replace(fleet, role={**fleet.role, kind: msgspec.structs.replace(role, count=number)})
 
 
-def _change(name: str, how: Callable[[DesiredState], DesiredFleet], wait_s: float) -> int:
+def _change(name: str, change: Callable[[DesiredState], DesiredFleet], wait_s: float) -> int:
     ledger = existing_ledger(name)
     _require_not_followed(ledger)
-    return _apply_and_follow(ledger, ledger.change(how), wait_s)
+    return _apply_and_follow(ledger, ledger.change(change), wait_s)
 
 
 def _apply_and_follow(ledger: Ledger, desired: DesiredState, wait_s: float) -> int:
@@ -197,7 +197,7 @@ def _require_not_followed(ledger: Ledger) -> None:
         desired = ledger.desired_state()
     except ConfigError:
         return
-    if desired.source and (holder := ledger.controller) is not None and holder.follows:
+    if desired.source and (holder := ledger.controller) is not None and holder.follows_file:
         name = desired.fleet.name
         raise ConfigError(
             f"`kvferry fleet run` keeps {name} as {desired.source} says: change that file, or end it first"
@@ -230,7 +230,7 @@ def _wait_for_end(ledger: Ledger, wait_s: float) -> None:
 # What becomes of it.
 
 
-def _follow(ledger: Ledger, desired: DesiredState, begun: float, wait_s: float, line_every_s: float = 5.0) -> int:
+def _follow(ledger: Ledger, desired: DesiredState, begun: float, wait_s: float, line_interval_s: float = 5.0) -> int:
     """Show the steps since `begun`, until the fleet has reached its desired state. Returns the exit code, which is 1 if
     that takes too long or is impossible."""
     start, fleet = SYSTEM_CLOCK.monotonic(), desired.fleet
@@ -243,7 +243,7 @@ def _follow(ledger: Ledger, desired: DesiredState, begun: float, wait_s: float, 
         last_line = SYSTEM_CLOCK.monotonic() if len(events) > shown else last_line
         shown = len(events)
         seen = ledger.current_status()
-        if SYSTEM_CLOCK.monotonic() - last_line >= line_every_s:
+        if SYSTEM_CLOCK.monotonic() - last_line >= line_interval_s:
             last_line = SYSTEM_CLOCK.monotonic()
             names = [member.name for member in (seen.members if seen else ()) if member.phase == "starting"]
             sys.stderr.write(f"kvferry: {last_line - start:.0f} s: {waiting_text(names)}\n")

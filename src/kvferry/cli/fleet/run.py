@@ -48,8 +48,8 @@ def run(
     line, and the fleet stays as it is. SIGTERM ends the command, and the fleet keeps running.
     """
     set_up_logging(TEXT, "controller")
-    followed = _Followed(spec)
-    fleet = followed.fleet
+    fleet_file = _FleetFile(spec)
+    fleet = fleet_file.fleet
     summary = ServeSummary(
         command=f"fleet-{fleet.name}",
         title=f"{fleet.name} · {fleet.model} · follows {spec.name}",
@@ -61,18 +61,18 @@ def run(
     display = open_display(LogConfig(verbose=verbose), summary, "controller")
     DigestCache()  # logs problems with it once, for all processes
     remove_leftovers()
-    run_async(_run(followed, display))
+    run_async(_run(fleet_file, display))
     return 0
 
 
-async def _run(followed: _Followed, display: Display) -> None:
+async def _run(fleet_file: _FleetFile, display: Display) -> None:
     async with asyncio.TaskGroup() as group:
-        following = group.create_task(followed.watch())
-        await reconcile(followed.ledger, waits=True, follows=True, display=display)
-        following.cancel()
+        watching = group.create_task(fleet_file.watch())
+        await reconcile(fleet_file.ledger, wait_for_leadership=True, follows_file=True, display=display)
+        watching.cancel()
 
 
-class _Followed:
+class _FleetFile:
     """The file of a fleet. A valid change becomes the desired state in the fleet's ledger."""
 
     poll_interval_s = 1.0
@@ -86,7 +86,7 @@ class _Followed:
         self.fleet = self._file.fleet
         self.ledger = ledger_of(self.fleet.name)
         try:
-            self._want(self.fleet)
+            self._apply(self.fleet)
         except ConfigError as error:
             if not self.ledger.exists or self.ledger.desired_state().source != self._source:
                 raise
@@ -110,7 +110,7 @@ class _Followed:
                 continue
             self.fleet = fleet
             try:
-                await asyncio.to_thread(self._want, fleet)
+                await asyncio.to_thread(self._apply, fleet)
             except ConfigError as error:
                 logger.error("the change is refused, and the previous spec stays in force: %s", error)
 
@@ -125,7 +125,7 @@ class _Followed:
             return desired.source != self._source and not desired.deleted
         return False
 
-    def _want(self, fleet: DesiredFleet) -> None:
+    def _apply(self, fleet: DesiredFleet) -> None:
         ledger = self.ledger
         if fleet.name != ledger.folder.name:
             raise ConfigError(f"name cannot be changed from {ledger.folder.name} to {fleet.name}: it is another fleet")

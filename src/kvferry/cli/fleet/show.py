@@ -73,7 +73,7 @@ def _when(at: float) -> str:
 
 def event_text(event: Event) -> str:
     """A step or an event, in one line."""
-    return " ".join(filter(None, (event.what, event.name))) + (f": {event.why}" if event.why else "")
+    return " ".join(filter(None, (event.what, event.name))) + (f": {event.reason}" if event.reason else "")
 
 
 def _overview(name: str, ledger: Ledger) -> list[str]:
@@ -83,11 +83,11 @@ def _overview(name: str, ledger: Ledger) -> list[str]:
     lines = [head + ("  paused" if fleet.roll.pause else "") + ("  ending" if desired.deleted else "")]
     if not ledger.has_controller:
         then = f"{'delete' if desired.deleted else 'resume'} {name}"
-        why = f" ({last})" if (last := last_error(ledger)) else ""
-        lines.append(f"  no controller looks after it{why}; `kvferry fleet {then}` starts one")
+        reason = f" ({last})" if (last := last_error(ledger)) else ""
+        lines.append(f"  no controller looks after it{reason}; `kvferry fleet {then}` starts one")
     elif (holder := ledger.controller) is not None and holder.hangs:
-        what = f"its controller (process {holder.pid}) has hung for {holder.silent_s:.0f} s"
-        lines.append(f"  {what}; `kvferry fleet resume {name}` replaces it")
+        problem = f"its controller (process {holder.pid}) has hung for {holder.silent_s:.0f} s"
+        lines.append(f"  {problem}; `kvferry fleet resume {name}` replaces it")
     if seen is None:
         return lines
     if ledger.current_status() is None:
@@ -98,9 +98,9 @@ def _overview(name: str, ledger: Ledger) -> list[str]:
     lines += [f"  {trouble}" for trouble in seen.trouble if trouble not in of_roles]
     if seen.decided:
         lines.append(f"  {'would be ' if fleet.scale and fleet.scale.recommend else ''}scaled: {seen.decided}")
-    lines.append(f"  {'role':<9} {'wanted':>6} {'ready':>6} {'current':>8} {'starting':>9} {'draining':>9}")
+    lines.append(f"  {'role':<9} {'desired':>7} {'ready':>6} {'current':>8} {'starting':>9} {'draining':>9}")
     for role, status in seen.roles.items():
-        figures = f"{status.desired:>6} {status.ready:>6} {status.updated:>8} {status.starting:>9} {status.draining:>9}"
+        figures = f"{status.desired:>7} {status.ready:>6} {status.updated:>8} {status.starting:>9} {status.draining:>9}"
         lines.append(f"  {role:<9} {figures}" + (f"  failed: {status.failed}" if status.failed else ""))
     for member in seen.members:
         detail = f"  {member.detail}" if member.detail else ""
@@ -129,11 +129,11 @@ def _observed(member: MemberStatus) -> ObservedInstance:
 
 def _step(step: Step) -> str:
     match step:
-        case Start(name, role, revision, why):
-            return f"+ start {name} ({role}, revision {revision}): {why}"
-        case Drain(name, why):
-            return f"- drain {name}: {why}"
-        case StopMember(name, why):
-            return f"- stop {name}: {why}"
-        case SwitchRole(name, role, why):
-            return f"~ {name} becomes {role}: {why}"
+        case Start(name, role, revision, reason):
+            return f"+ start {name} ({role}, revision {revision}): {reason}"
+        case Drain(name, reason):
+            return f"- drain {name}: {reason}"
+        case StopMember(name, reason):
+            return f"- stop {name}: {reason}"
+        case SwitchRole(name, role, reason):
+            return f"~ {name} becomes {role}: {reason}"

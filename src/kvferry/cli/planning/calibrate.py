@@ -35,13 +35,13 @@ from kvferry.core.settings.files import require_writable
 from kvferry.core.settings.model import changed
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec.fleet_settings import FleetSettings
-from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import FleetShapeSettings, InstanceSettings, ListenSettings
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.signed_client import SignedClient
 from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig
 from kvferry.sim.times import KVSize, MachineTimes, MediumTimes, StoreTimes, write_times
-from kvferry.store.base import Block, KVStore, Read
+from kvferry.store.base import Block, BlockRead, KVStore
 from kvferry.store.media.file import FileOptions
 from kvferry.store.table import find_store
 
@@ -133,11 +133,13 @@ def _of_medium(name: str, times: MediumTimes) -> str:
 def _started(engine: EngineConfig, log: LogConfig, seed: int, rounds: int) -> MachineTimes:
     """Start P and D, and measure them."""
     settings = FleetSettings(
-        spec=FleetSpec(prefill=1, decode=1),
+        spec=FleetShapeSettings(prefill=1, decode=1),
         engine=engine,
-        instance=InstanceSpec(served_model_name=(_NAME,)),
+        instance=InstanceSettings(served_model_name=(_NAME,)),
         router=RouterConfig(disaggregate_from=str(HANDED_OVER)),
-        listen=Listen(port=0, grace_s=0.0),  # this command is the only client, and it no longer waits for answers
+        listen=ListenSettings(
+            port=0, grace_s=0.0
+        ),  # this command is the only client, and it no longer waits for answers
         log=log,
     )
     check_before_start(
@@ -159,12 +161,15 @@ def _started(engine: EngineConfig, log: LogConfig, seed: int, rounds: int) -> Ma
 
 def _cpu_of_routers() -> Callable[[], float]:
     """Return a function that measures the CPU seconds of this process and of the routers that it has started."""
-    own = psutil.Process()
-    counted = [own, *(child for child in own.children(recursive=True) if "router" in child.cmdline()[:8])]
+    this_process = psutil.Process()
+    processes = [
+        this_process,
+        *(child for child in this_process.children(recursive=True) if "router" in child.cmdline()[:8]),
+    ]
 
     def cpu_s() -> float:
         try:
-            times = [process.cpu_times() for process in counted]
+            times = [process.cpu_times() for process in processes]
         except psutil.NoSuchProcess as error:
             raise Unavailable("the router ended; its last log lines give the reason") from error
         return float(sum(cpu.user + cpu.system for cpu in times))
@@ -250,7 +255,7 @@ async def _round_trip(store: KVStore, rounds: int, batch: int) -> tuple[float, f
         begun = SYSTEM_CLOCK.monotonic()
         await store.put([Block(name, views) for name in names])
         put = SYSTEM_CLOCK.monotonic()
-        await store.get([Read(name, views) for name in names])
+        await store.get([BlockRead(name, views) for name in names])
         samples.append((put - begun, SYSTEM_CLOCK.monotonic() - put))
         await store.delete(names)
     return statistics.median(sample for sample, _ in samples[1:]), statistics.median(

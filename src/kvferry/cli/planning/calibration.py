@@ -75,7 +75,7 @@ class PromptGenerator:
 
     @classmethod
     async def read(cls, endpoint: Endpoint, max_model_len: int, seed: int) -> PromptGenerator:
-        """Tokenize the texts with the model's own tokenizer, in pieces that it accepts."""
+        """Tokenize the texts with the model's own tokenizer, in chunks that it accepts."""
         token_ids: list[int] = []
         for name in _TEXTS:
             text = (Path(sysconfig.get_path("stdlib")) / name).read_text(encoding="utf-8")
@@ -112,7 +112,7 @@ class Calibration:
     """Seconds of each step that was measured, by what it computed."""
     transfers: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Seconds in which D has fetched KV that P had computed, by number of bytes."""
-    news_s: list[float] = field(default_factory=list)
+    after_prefill_s: list[float] = field(default_factory=list)
     """From the end of a prefill until D, which waited for it, has the first token."""
     alone_s: list[float] = field(default_factory=list)
     """Seconds that a short request to an instance takes besides its prefill."""
@@ -131,7 +131,7 @@ class Calibration:
         for length in prompts:  # the first ones are slow
             await self._prefill(length)
         self.steps.clear()
-        self.news_s.clear()
+        self.after_prefill_s.clear()
         for _ in range(rounds):
             for number, context in streams:
                 await self._decode(number, context)
@@ -179,7 +179,7 @@ class Calibration:
         work = StepWork(length, length * (length + 1) / 2, 0, sum(ends))  # the context is read in each step
         self.steps[work].append(_span(answer, "prefill_started", "prefill_done"))
         if answer.timeline.transfer_done is not None:
-            self.news_s.append(_span(answer, "prefill_done", "first_token"))
+            self.after_prefill_s.append(_span(answer, "prefill_done", "first_token"))
 
     async def _transfer(self, length: int) -> None:
         """The transfer of a prompt's KV, which begins when P has computed it."""
@@ -232,14 +232,14 @@ class Calibration:
         """One network hop is half of the time that a router adds to a request. The news of the end of a prefill takes
         one message between connectors, and one wake-up on each side. A transfer takes these and four more messages: D's
         request, the read, and the fence with its answer."""
-        if not (self.routed_s and self.transfers and self.news_s):
+        if not (self.routed_s and self.transfers and self.after_prefill_s):
             return TransferTimes()
         hop_s = max(0.0, statistics.median(self.routed_s) - statistics.median(self.alone_s)) / 2
         samples = [(float(size), statistics.median(seconds)) for size, seconds in self.transfers.items()]
         bandwidth, whole_s = fit_transfer(samples)
-        news_s = statistics.median(self.news_s)
-        peer_s = max(0.0, whole_s - news_s) / 4
-        wake_s = max(0.0, news_s - peer_s) / 2
+        after_prefill_s = statistics.median(self.after_prefill_s)
+        peer_s = max(0.0, whole_s - after_prefill_s) / 4
+        wake_s = max(0.0, after_prefill_s - peer_s) / 2
         read_s, num_read = map(sum, zip(*self.read_s, strict=True)) if self.read_s else (0.0, 1)
         return TransferTimes(hop_s, peer_s, wake_s, read_s / num_read, bandwidth, samples)
 
@@ -281,7 +281,7 @@ def token_bytes(layout: KVLayout | None) -> int:
     if layout is None:
         raise ConfigError("the instance does not say how its KV is laid out; give it a connector")
     return sum(
-        layer.whole_kv_heads * (layer.key_dim + layer.value_dim) * DTYPE_BYTES[layout.dtype] for layer in layout.layers
+        layer.model_kv_heads * (layer.key_dim + layer.value_dim) * DTYPE_BYTES[layout.dtype] for layer in layout.layers
     )
 
 

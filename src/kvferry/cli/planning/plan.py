@@ -107,7 +107,7 @@ def plan(
         check_plot(plot_file)
     measured = times_of(times)
     arrivals = part.read()
-    first_s, chosen = busiest(arrivals, requests)
+    start_s, chosen = busiest(arrivals, requests)
     with progress("planning") as on_progress:
         planner = Planner(
             chosen,
@@ -116,7 +116,7 @@ def plan(
             lambda candidate: _world(candidate, chosen, measured, model),
             share=share,
             seed=seed,
-            on_progress=lambda what, done: on_progress(done, what),
+            on_progress=lambda phase, done: on_progress(done, phase),
         )
         result = planner.search(budget)
         candidate = result.chosen.candidate
@@ -134,7 +134,7 @@ def plan(
     if json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(_as_json(result, kv, spec))) + b"\n")
     else:
-        _show(result, kv, arrivals, chosen, first_s, measured, "" if write is not None else spec, budget)
+        _show(result, kv, arrivals, chosen, start_s, measured, "" if write is not None else spec, budget)
         sys.stdout.flush()  # the results are printed even if the file cannot be written
     if write is not None:
         _write(write, spec)
@@ -226,7 +226,7 @@ def _show(
     kv: KVPlan,
     arrivals: list[Arrival],
     chosen: list[Arrival],
-    first_s: float,
+    start_s: float,
     times: MachineTimes,
     spec: str,
     budget: int,
@@ -234,7 +234,7 @@ def _show(
     console = Console(highlight=False)
     if len(chosen) < len(arrivals):
         console.print(
-            f"Of {len(arrivals)} requests, the {len(chosen)} that come the fastest, from second {first_s:.0f} on, for"
+            f"Of {len(arrivals)} requests, the {len(chosen)} that come the fastest, from second {start_s:.0f} on, for"
             f" {chosen[-1].at_s:.0f} s.",
             soft_wrap=True,
         )

@@ -101,7 +101,7 @@ def simulate(
     console.print(_latencies(figures, targets))
     console.print(_roles(figures))
     for decision in figures.decisions:
-        console.print(f"{decision.at:7.0f} s  {decision.what}: {decision.why}", soft_wrap=True)
+        console.print(f"{decision.at:7.0f} s  {decision.what}: {decision.reason}", soft_wrap=True)
     console.print(in_words(figures), soft_wrap=True)
     return 0
 
@@ -141,8 +141,8 @@ class TracePart:
 
     def read(self) -> list[Arrival]:
         """Read the requests of this part. Raises `ConfigError`."""
-        last_s = None if self.for_s is None else self.from_s + self.for_s
-        arrivals = faster(part_of(read_traffic(self.path), first_s=self.from_s, last_s=last_s), self.speed)
+        until_s = None if self.for_s is None else self.from_s + self.for_s
+        arrivals = faster(part_of(read_traffic(self.path), from_s=self.from_s, until_s=until_s), self.speed)
         require_short_pauses(arrivals)
         return arrivals
 
@@ -150,19 +150,19 @@ class TracePart:
 class OnProgress(Protocol):
     """Called with the share that is done, and with a text when the current task changes."""
 
-    def __call__(self, share: float, what: str | None = None) -> None: ...
+    def __call__(self, share: float, label: str | None = None) -> None: ...
 
 
 @contextmanager
-def progress(what: str) -> Iterator[OnProgress]:
+def progress(label: str) -> Iterator[OnProgress]:
     """Progress on standard error: a bar on a terminal, otherwise a line from time to time."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with make_bars(*columns) as bars:
         if bars.disable:
-            yield ProgressLines(what)
+            yield ProgressLines(label)
         else:
-            task = bars.add_task(what, total=1.0)
-            yield lambda share, what=None: bars.update(task, completed=share, description=what)
+            task = bars.add_task(label, total=1.0)
+            yield lambda share, label=None: bars.update(task, completed=share, description=label)
 
 
 def _latencies(figures: ReplayFigures, targets: Targets) -> Table:
@@ -203,7 +203,7 @@ def in_words(figures: ReplayFigures) -> str:
     """The results that are in no table, in words."""
     answered = f"{figures.complete} of {figures.requests} requests answered"
     failed = "".join(f"\n  {number} x {reason}" for reason, number in figures.reasons.items())
-    stores = ", ".join(f"{number} {what}" for what, number in figures.stores.items())
+    stores = ", ".join(f"{number} {noun}" for noun, number in figures.stores.items())
     stored = f"; blocks of stores: {stores}" if any(figures.stores.values()) else ""
     scaled = ""
     if figures.decisions:

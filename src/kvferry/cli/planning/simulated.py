@@ -27,7 +27,15 @@ from kvferry.store.table import StoreSpec
 
 _STORES = ("KVStoreConnector", "SharedStorageConnector", "OffloadingConnector")
 _NO_TLS = "TLS is not simulated: leave out {}; the figures then apply to the fleet without it"
-_NOT_SIMULATED = ("prefill_url", "decode_url", "instances_file", "registration", "declared", "workers", "tenants_file")
+_IGNORED_ROUTER_SETTINGS = (
+    "prefill_url",
+    "decode_url",
+    "instances_file",
+    "registration",
+    "declared",
+    "workers",
+    "tenants_file",
+)
 """Settings of a router that a simulation ignores: addresses of instances, processes and files."""
 
 ASSUMED = MachineTimes(
@@ -59,7 +67,7 @@ def world_of(fleet: DesiredFleet, times: MachineTimes) -> WorldSpec:
         raise ConfigError(_NO_TLS.format("--tls-cert"))
     counts = _counts(fleet)
     roles = [role for role, number in counts.items() if number or fleet.scale is not None]
-    _require_few(sum(counts.values()))
+    _require_simulable_count(sum(counts.values()))
     specs = {role: _instance(fleet, engine_of_role(fleet, role), times, role) for role in roles}
     num_blocks = sum(number * specs[role].num_blocks for role, number in counts.items() if number)
     if num_blocks > MAX_ALL_BLOCKS:
@@ -68,7 +76,7 @@ def world_of(fleet: DesiredFleet, times: MachineTimes) -> WorldSpec:
             " use fewer instances, less --kv-cache-memory or a larger --block-size"
         )
     router = settings.router
-    different = {name: getattr(router, name) for name in changed(router, without=_NOT_SIMULATED)}
+    router_settings = {name: getattr(router, name) for name in changed(router, without=_IGNORED_ROUTER_SETTINGS)}
     transfer = times.transfer
     network = NetworkSpec(transfer.latency_s, transfer.peer_s, 0.0, transfer.bandwidth, late_share=0.0)
     return WorldSpec(
@@ -81,7 +89,7 @@ def world_of(fleet: DesiredFleet, times: MachineTimes) -> WorldSpec:
         by_role=specs,
         network=network,
         store=times.store,
-        router=different,
+        router=router_settings,
     )
 
 
@@ -95,7 +103,7 @@ def _counts(fleet: DesiredFleet) -> dict[Role, int]:
     return counts
 
 
-def _require_few(num_instances: int) -> None:
+def _require_simulable_count(num_instances: int) -> None:
     if num_instances > MAX_INSTANCES:
         raise ConfigError(f"the spec has {num_instances} instances; at most {MAX_INSTANCES} are simulated")
 

@@ -102,13 +102,13 @@ def _lines(verdict: Verdict) -> list[str]:
         *([] if verdict.split is None else [_row("the best with P and D", verdict.split)]),
         _row("for both phases", verdict.aggregated),
     ]
-    for what, smallest in (("P and D", verdict.smallest_split), ("for both phases", verdict.smallest_aggregated)):
+    for label, smallest in (("P and D", verdict.smallest_split), ("for both phases", verdict.smallest_aggregated)):
         enough = f"{smallest.counts}" if smallest is not None else f"not with {verdict.max_tried} instances"
-        lines.append(f"for {100 * verdict.goal:g} %, {what}: {enough}")
+        lines.append(f"for {100 * verdict.goal:g} %, {label}: {enough}")
     return [*lines, "", verdict.sentence()]
 
 
-def _row(what: str, form: Arrangement) -> str:
+def _row(label: str, form: Arrangement) -> str:
     expected = form.expected
     figures = f"{percent(expected.attained):>10} % {percent(expected.ttft):>6} % {percent(expected.itl):>6} %"
-    return f"{what:<24} {figures} {100 * min(expected.busiest, 9.99):>6.0f} %  {form.counts}"
+    return f"{label:<24} {figures} {100 * min(expected.busiest, 9.99):>6.0f} %  {form.counts}"

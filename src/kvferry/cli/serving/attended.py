@@ -52,8 +52,8 @@ async def controlling(
     *,
     grace_s: float,
     attended: bool = False,
-    waits: bool = True,
-    follows: bool = False,
+    wait_for_leadership: bool = True,
+    follows_file: bool = False,
 ) -> AsyncIterator[Controller]:
     """A controller in this process, as all commands use it. `on_signal`: called with the number of a signal that ends
     the process; the other parameters are those that `Controller` has. At the end, the members are released, and another
@@ -67,8 +67,8 @@ async def controlling(
             display,
             SYSTEM_CLOCK,
             attended=attended,
-            waits=waits,
-            follows=follows,
+            wait_for_leadership=wait_for_leadership,
+            follows_file=follows_file,
             grace_s=grace_s,
         )
         for number in numbers:
@@ -161,8 +161,8 @@ class AttendedFleet:
         match end:
             case ShutdownRequested(number):
                 by = f"{signal.Signals(number).name}: " if number is not None else ""
-                how = " once running answers end; Ctrl-C again ends everything now" if is_up else ""
-                self._display.stopping(f"{by}stopping everything{how}")
+                ending = " once running answers end; Ctrl-C again ends everything now" if is_up else ""
+                self._display.stopping(f"{by}stopping everything{ending}")
                 return 0
             case Detached():
                 return 0

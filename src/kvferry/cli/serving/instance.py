@@ -36,7 +36,7 @@ from kvferry.fleet.spec.fleet_settings import FleetSettings, engine_of, failing
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, RoleSpec, RouterSpec
 from kvferry.fleet.spec.kv_transfer import DEFAULT, InstanceRole, transfer_for
 from kvferry.fleet.spec.restart import RestartPolicy
-from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import EngineChoice, FleetShapeSettings, InstanceSettings, ListenSettings
 from kvferry.fleet.spec.variables import flag_variables
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
@@ -105,7 +105,7 @@ def _run(
     limits: LimitFlags,
     ready_fd: int | None,
 ) -> int:
-    spec, where, logs = complete(InstanceSpec, instance), complete(Listen, listen), complete(LogConfig, log)
+    spec, where, logs = complete(InstanceSettings, instance), complete(ListenSettings, listen), complete(LogConfig, log)
     settings, chosen = complete(EngineConfig, engine, model=model), complete(EngineChoice, choice)
     accesses, bounds = complete(HttpAccess, access), complete(HttpLimits, limits)
     if chosen.engine != "kvferry":
@@ -133,8 +133,8 @@ def _run_server(
     role: InstanceRole,
     engine: EngineConfig,
     choice: EngineChoice,
-    instance: InstanceSpec,
-    listen: Listen,
+    instance: InstanceSettings,
+    listen: ListenSettings,
     log: LogConfig,
     access: HttpAccess,
     ready_fd: int | None,
@@ -151,7 +151,13 @@ def _run_server(
         failure=failing(RestartPolicy()),
     )
     settings = FleetSettings(
-        spec=FleetSpec(), engine=engine, instance=instance, listen=listen, choice=choice, log=log, access=access
+        spec=FleetShapeSettings(),
+        engine=engine,
+        instance=instance,
+        listen=listen,
+        choice=choice,
+        log=log,
+        access=access,
     )
     recipe = LocalRecipe(fleet=fleet, settings=settings, token=shared_token(), hidden=flag_variables())
     recipe.check()

@@ -28,7 +28,7 @@ from kvferry.cli.terminal.summary import summary_of
 from kvferry.core.errors import MissingDependency
 from kvferry.core.keys import shared_token
 from kvferry.fleet.processes.running import http_settings
-from kvferry.fleet.spec.settings import Listen
+from kvferry.fleet.spec.settings import ListenSettings
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits
@@ -63,9 +63,13 @@ def picker(
         kvferry picker --grpc-port 9002 \
           --decode-url http://10.0.0.2:8002 --decode-url http://10.0.0.3:8002
     """
-    address, keys, http_limits = complete(Listen, listen), complete(HttpAccess, access), complete(HttpLimits, limits)
+    address, keys, http_limits = (
+        complete(ListenSettings, listen),
+        complete(HttpAccess, access),
+        complete(HttpLimits, limits),
+    )
     config, instances = complete(RouterConfig, router), complete(InstanceAccess, instance_access)
-    own, logs = complete(PickerConfig, picker), complete(LogConfig, log)
+    picker_config, logs = complete(PickerConfig, picker), complete(LogConfig, log)
     if config.registration:
         shared_token("--registration")
     try:
@@ -75,4 +79,4 @@ def picker(
     http = HttpConfig(**http_settings(address, keys, http_limits))
     summary = summary_of("picker", address, keys, answers_clients=False)
     with reporting("picker", ready_fd, logs, summary) as reporter:
-        return run_picker(config, own, http, instances, on_ready=reporter.ready)
+        return run_picker(config, picker_config, http, instances, on_ready=reporter.ready)

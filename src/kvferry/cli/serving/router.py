@@ -27,7 +27,7 @@ from kvferry.fleet.processes.recipe import LocalRecipe
 from kvferry.fleet.spec.fleet_settings import FleetSettings, failing
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, RouterSpec
 from kvferry.fleet.spec.restart import RestartPolicy
-from kvferry.fleet.spec.settings import FleetSpec, Listen
+from kvferry.fleet.spec.settings import FleetShapeSettings, ListenSettings
 from kvferry.fleet.spec.variables import flag_variables
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
@@ -54,7 +54,11 @@ def router(
         kvferry router --prefill-url http://10.0.0.1:8001 \
           --decode-url http://10.0.0.2:8002
     """
-    address, keys, http_limits = complete(Listen, listen), complete(HttpAccess, access), complete(HttpLimits, limits)
+    address, keys, http_limits = (
+        complete(ListenSettings, listen),
+        complete(HttpAccess, access),
+        complete(HttpLimits, limits),
+    )
     config, instances = complete(RouterConfig, router), complete(InstanceAccess, instance_access)
     logs = complete(LogConfig, log)
     if config.workers is not None and config.workers > 1:
@@ -68,7 +72,7 @@ def router(
 
 def _run_several(
     config: RouterConfig,
-    listen: Listen,
+    listen: ListenSettings,
     access: HttpAccess,
     limits: HttpLimits,
     instances: InstanceAccess,
@@ -84,7 +88,7 @@ def _run_several(
         failure=failing(RestartPolicy()),
     )
     settings = FleetSettings(
-        spec=FleetSpec(),
+        spec=FleetShapeSettings(),
         engine=EngineConfig(model=""),
         router=config,
         listen=listen,
@@ -105,7 +109,7 @@ def _run_several(
     )
 
 
-def _summary(config: RouterConfig, listen: Listen, access: HttpAccess) -> ServeSummary:
+def _summary(config: RouterConfig, listen: ListenSettings, access: HttpAccess) -> ServeSummary:
     num_instances = len(config.prefill_url) + len(config.decode_url)
     title = f"router of {num_instances} instances" if num_instances else ""
     return summary_of("router", listen, access, title=title, has_page=config.page and access.admin_port is None)

@@ -51,7 +51,7 @@ from kvferry.fleet.processes.vllm.resources import visible_devices
 from kvferry.fleet.spec.fleet_settings import FleetSettings, fleet_of
 from kvferry.fleet.spec.kv_transfer import check_transfer
 from kvferry.fleet.spec.restart import RestartPolicy
-from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import EngineChoice, FleetShapeSettings, InstanceSettings, ListenSettings
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
@@ -106,13 +106,13 @@ def serve(
 
         kvferry serve MODEL --prefill 2 --decode 2 --backend ray
     """
-    spec = complete(FleetSpec, fleet)
+    spec = complete(FleetShapeSettings, fleet)
     settings = FleetSettings(
         spec=spec,
         engine=complete(EngineConfig, engine, model=model),
-        instance=complete(InstanceSpec, instance),
+        instance=complete(InstanceSettings, instance),
         router=complete(RouterConfig, router),
-        listen=complete(Listen, listen),
+        listen=complete(ListenSettings, listen),
         choice=complete(EngineChoice, choice),
         log=complete(LogConfig, log),
         access=complete(HttpAccess, access),
@@ -123,8 +123,8 @@ def serve(
     counts = ""
     if ready_fd is None:
         devices = devices_here(spec, settings.engine)
-        counted, counts = with_default_counts(spec, settings.engine, settings.choice, settings.instance, devices)
-        settings = replace(settings, spec=counted)
+        counted_spec, counts = with_default_counts(spec, settings.engine, settings.choice, settings.instance, devices)
+        settings = replace(settings, spec=counted_spec)
     if not settings.spec.is_split and settings.choice.engine == "kvferry" and settings.spec.backend == "local":
         return _serve_one(settings, ready_fd, counts)
     token = fleet_token()
@@ -226,7 +226,7 @@ class Devices:
         return f"{number} {'GPU' if self.num_gpus else 'core'}{'' if self.count == 1 else 's'}"
 
 
-def devices_here(spec: FleetSpec, engine: EngineConfig, dev: Path = Path("/dev")) -> Devices:
+def devices_here(spec: FleetShapeSettings, engine: EngineConfig, dev: Path = Path("/dev")) -> Devices:
     """The devices of this machine, as far as these settings allow them. `dev`: the folder with its device files."""
     cores = usable_cores() if spec.cores is None else parse_cores(spec.cores, usable_cores())
     num_gpus = max(1, len(visible_devices(os.environ, dev))) if engine.device != "cpu" and has_gpu(dev) else 0
@@ -234,8 +234,8 @@ def devices_here(spec: FleetSpec, engine: EngineConfig, dev: Path = Path("/dev")
 
 
 def with_default_counts(
-    spec: FleetSpec, engine: EngineConfig, choice: EngineChoice, instance: InstanceSpec, devices: Devices
-) -> tuple[FleetSpec, str]:
+    spec: FleetShapeSettings, engine: EngineConfig, choice: EngineChoice, instance: InstanceSettings, devices: Devices
+) -> tuple[FleetShapeSettings, str]:
     """Start one prefill and one decode instance if there are two devices and no setting decides the counts or the
     parallelism. Returns the spec and a line for the user; the line is empty if the settings have decided."""
     names = {argument.partition("=")[0] for argument in choice.engine_argument}
@@ -245,5 +245,5 @@ def with_default_counts(
         return spec, ""
     if devices.count < 2:
         return spec, f"One instance for {devices}; --prefill 1 separates prefill (P) and decode (D)."
-    counted = msgspec.structs.replace(spec, prefill=1, decode=1)
-    return counted, f"One prefill (P) and one decode (D) instance for {devices}; --prefill 0 for one."
+    counted_spec = msgspec.structs.replace(spec, prefill=1, decode=1)
+    return counted_spec, f"One prefill (P) and one decode (D) instance for {devices}; --prefill 0 for one."

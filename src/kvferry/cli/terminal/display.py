@@ -111,16 +111,16 @@ class QuietDisplay:
             for name in names:
                 self._tasks[name] = self._bars.add_task("starting", total=1.0, name=name)
 
-    def progress(self, name: str, what: str, fraction: float) -> None:
-        self._file.write(f"[{name}] {what} ({fraction:.0%})")
+    def progress(self, name: str, phase: str, fraction: float) -> None:
+        self._file.write(f"[{name}] {phase} ({fraction:.0%})")
         if self._bars is not None and name in self._tasks:
-            self._bars.update(self._tasks[name], description=what, completed=min(fraction, 0.99))
+            self._bars.update(self._tasks[name], description=phase, completed=min(fraction, 0.99))
         elif (
             not self._is_up
             and (now := self._clock.monotonic()) - self._shown_at.get(name, now) > self.progress_interval_s
         ):
             self._shown_at[name] = now
-            self._print(f"· {name:<10} {what} ({fraction:.0%})")
+            self._print(f"· {name:<10} {phase} ({fraction:.0%})")
 
     def ready(self, name: str, url: str) -> None:
         self._file.write(f"[{name}] ready at {url}")

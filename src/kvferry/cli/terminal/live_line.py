@@ -26,7 +26,7 @@ class LiveLine:
     """Follows the page's stream in a thread of its own, with a loop of its own: the loop of the process may be busy
     with a step. It ends without a message if the stream cannot be read."""
 
-    again_s = 5.0
+    refresh_interval_s = 5.0
     """Seconds until a stream that has ended is opened again."""
     join_s = 2.0
 
@@ -66,7 +66,7 @@ class LiveLine:
                 async for content in stream:
                     self._state.apply(content)
                     self._live.update(Text(load_text(self._state), style="dim", no_wrap=True), refresh=True)
-            await asyncio.sleep(self.again_s)
+            await asyncio.sleep(self.refresh_interval_s)
 
 
 def load_text(state: WatchedState) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from kvferry.cli.router_address import WILDCARDS, reachable_url
 from kvferry.cli.text import shortened
-from kvferry.fleet.spec.settings import Listen
+from kvferry.fleet.spec.settings import ListenSettings
 from kvferry.http.server.config import HttpAccess
 
 
@@ -38,7 +38,7 @@ class ServeSummary:
     """The effect of Ctrl-C."""
 
 
-def summary_of(command: str, listen: Listen, access: HttpAccess, **more: Any) -> ServeSummary:
+def summary_of(command: str, listen: ListenSettings, access: HttpAccess, **more: Any) -> ServeSummary:
     """The summary of a command with these settings; `more`: its other fields."""
     keys = (*access.admin_keys(), *access.api_keys())
     return ServeSummary(

@@ -53,8 +53,8 @@ async def events(address: RouterAddress) -> AsyncGenerator[bytes]:
                         yield content
             _require_feed(origin, call.status)
             rest = b""
-            async for piece in call.pieces():
-                *complete, rest = (rest + piece).split(b"\n\n")
+            async for chunk in call.chunks():
+                *complete, rest = (rest + chunk).split(b"\n\n")
                 if len(rest) > _MAX_EVENT:
                     raise ProtocolError(f"{origin} sent an update of more than {_MAX_EVENT} bytes")
                 for event in complete:
@@ -107,8 +107,8 @@ async def scraped_events(
         grown = increase(before, figures)
         point = msgspec.to_builtins(make_point(clock.wall(), seconds, (), grown, seconds))
         for label, share in (("ttft_p50", 0.5), ("ttft_p99", 0.99)):
-            first_s = quantile(grown.ttft, share)
-            point[label] = None if first_s is None else 1000 * first_s
+            ttft_s = quantile(grown.ttft, share)
+            point[label] = None if ttft_s is None else 1000 * ttft_s
         point["requests"] = sum(grown.ttft.values()) and max(grown.ttft.values()) / seconds
         yield _encode(
             {

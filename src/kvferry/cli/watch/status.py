@@ -115,7 +115,7 @@ def lines_of(deployment: Deployment) -> list[str]:
         checked = "not checked" if not result.is_checked else "check ✓" if not result.problem else "✗"
         engine = view.engine or ""
         lines.append(
-            f"  {letter} {printable(view.name):<14} {view.state:<10} {view.in_flight:>4} running"
+            f"  {letter} {printable(view.name):<14} {view.state:<12} {view.in_flight:>4} running"
             f"  {engine:<8} {checked}".rstrip()
         )
         if result.problem:

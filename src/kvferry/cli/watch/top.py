@@ -78,7 +78,7 @@ class Top(App[None]):
     """Shows the stream that `connect` opens. If the router is lost, it tries again until the user quits. `failure`: the
     error that ended the display; empty: the user ended it."""
 
-    again_s = 2.0
+    refresh_interval_s = 2.0
     """Seconds until the next attempt to reach a lost router."""
 
     TITLE = "kvferry top"
@@ -130,7 +130,7 @@ class Top(App[None]):
                 error = str(loss)
             self._lost = self._lost or f"lost since {time_of_day(SYSTEM_CLOCK.wall())}: {error}"
             self.show()
-            await asyncio.sleep(self.again_s)
+            await asyncio.sleep(self.refresh_interval_s)
 
     def show(self) -> None:
         """Show the state."""

@@ -25,7 +25,7 @@ from kvferry.store.key_records import BadKeyRecord, KeyNotes, KeyRecord, explain
 from kvferry.store.tiered.tiers import TieredStore
 from kvferry.transport.transfer_loop import run_together
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_NOTES = 16
 """Maximum number of notes of one request that are read or written at the same time."""
@@ -92,7 +92,7 @@ class StoredKeys:
         self.counts["stored_keys"] += sum(written)
         if len(complete) < len(key_spans):
             self.counts["dropped_keys"] += len(key_spans) - len(complete)
-            log.warning(
+            logger.warning(
                 "%d of %d keys are not stored: the store has %d of the prompt's %d blocks",
                 len(key_spans) - len(complete),
                 len(key_spans),

@@ -15,7 +15,7 @@ from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.core.errors import KvferryError, TransferTimeout
 from kvferry.store.block_run import BlockRun, part_of
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -42,7 +42,7 @@ class LoadChoice:
         self._policy = policy
         self._is_measured = settings.load_policy == "measured" and context.computes_meanwhile
         if settings.load_policy == "measured" and not context.computes_meanwhile:
-            log.warning(
+            logger.warning(
                 "load_policy measured needs kvferry's own engine; here, everything that the store has is loaded"
             )
         self._choices: dict[str, _Choice] = {}

@@ -22,11 +22,11 @@ from kvferry.connectors.reports import Reports
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.core.runtime.tasks import BackgroundTasks
-from kvferry.store.base import Read
+from kvferry.store.base import BlockRead
 from kvferry.store.tiered.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 BATCH_BLOCKS = 32
 
@@ -189,7 +189,7 @@ class StoreLoader:
         for first in range(0, len(load.hashes), BATCH_BLOCKS):
             names, block_ids = load.hashes[first : first + BATCH_BLOCKS], load.block_ids[first : first + BATCH_BLOCKS]
             buffer = self._blocks.staging_buffer(range(self._num_layers), block_ids)
-            reads = [Read(name, views) for name, views in zip(names, buffer.views, strict=True)]
+            reads = [BlockRead(name, views) for name, views in zip(names, buffer.views, strict=True)]
             _require_all(await self._store.get(reads))
             buffer.commit()
 
@@ -232,5 +232,5 @@ def _as_kvferry_error(error: Exception) -> KvferryError:
         return error
     if isinstance(error, TimeoutError):
         return TransferTimeout("the store did not deliver the blocks in time")
-    log.error("reading blocks failed unexpectedly", exc_info=error)
+    logger.error("reading blocks failed unexpectedly", exc_info=error)
     return StoreError(f"reading blocks failed: {error!r}")

@@ -131,7 +131,7 @@ class MarkerProducer:
         self._is_writing, self._report = is_writing, report
         self._last_marked: str | None = None
         self._last_write_at = 0.0
-        store.on_takes(self._report_stores)
+        store.on_accepts_changed(self._report_stores)
         self.heartbeats: asyncio.Task[None] | None = None
 
     def start_heartbeats(self) -> None:
@@ -146,17 +146,17 @@ class MarkerProducer:
             await self._markers.write(self._store, marker)
         finally:
             self._last_marked = marker.transfer_id
-            self._report(Saved(marker.transfer_id, self._store.takes()))
+            self._report(Saved(marker.transfer_id, self._store.accepts_writes()))
 
     def _report_stores(self) -> None:
         if self._last_marked is not None:
-            self._report(Saved(self._last_marked, self._store.takes()))
+            self._report(Saved(self._last_marked, self._store.accepts_writes()))
 
     async def _send_heartbeats(self) -> None:
         name, has_written = heartbeat_name(self._engine_id), False
         while self._is_writing() or SYSTEM_CLOCK.monotonic() < self._last_write_at + self.heartbeat_linger_s:
             await asyncio.sleep(self.heartbeat_s)
-            if self._store.takes():
+            if self._store.accepts_writes():
                 with suppress(KvferryError):
                     beat = entropy.token_bytes(HEARTBEAT_BYTES)
                     await self._store.write_note(name, beat, 10 * self.heartbeat_linger_s)

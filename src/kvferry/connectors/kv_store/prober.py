@@ -26,7 +26,7 @@ from kvferry.store.tiered.tier_copies import BATCH_BLOCKS
 from kvferry.store.tiered.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Prober:
             try:
                 loop.run(self._close_stores(), self.close_s)
             except TimeoutError:
-                log.warning("a store could not be closed")
+                logger.warning("a store could not be closed")
             finally:
                 loop.close()
 
@@ -180,7 +180,7 @@ class Prober:
         except KvferryError as error:
             result = StoreResult(error=error)
         except Exception as error:  # any error becomes the result of the request's lookup
-            log.exception("looking up blocks in the store failed unexpectedly")
+            logger.exception("looking up blocks in the store failed unexpectedly")
             result = StoreResult(error=StoreError(f"looking up blocks in the store failed: {error!r}"))
         result.checked_at = self._clock.monotonic()
         if self._prefetches and result.num_present:
@@ -230,7 +230,7 @@ class Prober:
             try:
                 prefetched = await self._stores[0].runs(part)
             except KvferryError as error:
-                log.debug("where its blocks are now is not known: %s", error)
+                logger.debug("where its blocks are now is not known: %s", error)
                 return
             is_complete = sum(run.num_blocks for run in prefetched) == len(part)
             remaining = part_of(result.runs, first + len(part), len(hashes)) if is_complete else []
@@ -294,4 +294,4 @@ async def _try_prefetch(store: TieredStore, hashes: Sequence[BlockHash]) -> None
     try:
         await store.prefetch(hashes)
     except KvferryError as error:
-        log.debug("not fetched ahead: %s", error)
+        logger.debug("not fetched ahead: %s", error)

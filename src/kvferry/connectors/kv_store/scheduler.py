@@ -63,7 +63,7 @@ from kvferry.store.block_run import part_of
 from kvferry.store.table import MAX_TIERS, hand_off_paths
 from kvferry.store.tiered.tiers import TieredStore
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -301,7 +301,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._counts["found_keys"] += keys.num_valid
         self._counts["refused_keys"] += keys.refused.total()
         if keys.refused:
-            log.warning("request %s computes what its keys do not bring: %s", request.request_id, keys.summary())
+            logger.warning("request %s computes what its keys do not bring: %s", request.request_id, keys.summary())
 
     def _marker_result(self, request: RequestView, lookup_result: StoreResult) -> PrefillResult | None:
         """The prefill result of the marker, if the ticket did not contain one."""
@@ -374,7 +374,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         try:
             num_tokens = params.num_prefix_tokens(request.prompt_token_ids)
         except InvalidRequest as error:  # happens only in engines that cannot refuse the request
-            log.warning("request %s stores no keys: %s", request.request_id, error)
+            logger.warning("request %s stores no keys: %s", request.request_id, error)
             state.has_planned_keys = True
             return
         state.has_planned_keys = True
@@ -503,14 +503,14 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     def reset_cache(self) -> bool:
         """False: the names of blocks depend on the checkpoint's fingerprint, which does not change if weights are
         changed in place."""
-        log.warning(
+        logger.warning(
             "the store keeps KV of the earlier weights: give the instances another store, or another model_fingerprint"
         )
         return False
 
     # Insight and end.
 
-    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
+    def stored_blocks(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
         if not self.context.config.produces:
             raise InvalidRequest(
                 "this instance has kv_role kv_consumer and stores nothing; send the request to a prefill instance"

@@ -39,7 +39,7 @@ from kvferry.store.tiered.tier import NO_BLOCK
 from kvferry.store.tiered.tiers import GAUGES
 from kvferry.transport.memory import BlockMemory
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 OPEN_S, CLOSE_S = 60.0, 15.0
 
@@ -117,7 +117,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         try:
             self._loop.run(self._store.close(), CLOSE_S)
         except TimeoutError:
-            log.warning("a store could not be closed")
+            logger.warning("a store could not be closed")
 
     # Steps.
 
@@ -163,7 +163,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
 
     async def _release_when_written(self, request_id: str, written: asyncio.Event) -> None:
         if not await self._within_deadline(written):
-            log.warning("request %s: its answer ends before all of its KV is stored", request_id)
+            logger.warning("request %s: its answer ends before all of its KV is stored", request_id)
         self._reports.add(Released(request_id))
 
     def _begin_to_save(self, save: SaveBlocks) -> None:
@@ -171,7 +171,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         try:
             self._saves.append((save, self._blocks.begin_copy(save.block_ids)))
         except MemoryError as error:
-            log.warning("%d blocks are not saved: %s", len(save.block_ids), error)
+            logger.warning("%d blocks are not saved: %s", len(save.block_ids), error)
             self._writer.drop(save.hashes)
 
     def wait_layer(self, layer: int) -> None:
@@ -204,7 +204,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         """Wait until the keys of the step's answers are stored, in an engine that cannot delay answers."""
         future = self._loop.submit(self._within_deadline(self._written()))
         if not future.result():
-            log.warning("answers end before all of their KV is stored")
+            logger.warning("answers end before all of their KV is stored")
 
     async def _within_deadline(self, written: asyncio.Event) -> bool:
         try:

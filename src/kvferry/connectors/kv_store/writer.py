@@ -19,10 +19,10 @@ from kvferry.connectors.caching import StoreEvents
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError
-from kvferry.store.base import Block, KVStore, Put
+from kvferry.store.base import Block, KVStore, PutResult
 from kvferry.transport.transfer_loop import TransferLoop
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 1.0
 """Maximum seconds for which a producer waits for room in the queue."""
@@ -36,7 +36,7 @@ class StoreWriter:
     """Writes to `store` on `loop`. `capacity_bytes`: maximum bytes of queued blocks; one block may always be queued.
     `max_wait_s`: maximum seconds for which `put` waits for room."""
 
-    warn_every_s = 10.0
+    warning_interval_s = 10.0
     """Minimum seconds between two warnings."""
     close_s = 10.0
     """Maximum seconds in which `close` writes the queued blocks."""
@@ -46,10 +46,10 @@ class StoreWriter:
         self._changed = threading.Condition()
         self._jobs: deque[Block | Call] = deque()
         self._num_bytes = self._num_dropped = 0
-        self._stalled = self._working = False
+        self._is_stalled = self._is_working = False
         self._events: StoreEvents | None = None
         self._last_warning = 0.0
-        self._jobs_event, self._is_written = asyncio.Event(), asyncio.Event()
+        self._jobs_event, self._batch_done = asyncio.Event(), asyncio.Event()
         self._running: Future[None] = loop.submit(self._run())
 
     # The engine's thread.
@@ -61,7 +61,7 @@ class StoreWriter:
         with self._changed:
             if not self._wait_for_room(num_bytes):
                 self._num_dropped += 1
-                self._record_outcome(block.block_hash, Put.DROPPED)
+                self._record_outcome(block.block_hash, PutResult.DROPPED)
                 return False
             self._num_bytes += num_bytes
             self._jobs.append(block)
@@ -81,7 +81,7 @@ class StoreWriter:
         """Record the event that these blocks are dropped. They were to be written, but were never put."""
         with self._changed:
             for block_hash in hashes:
-                self._record_outcome(block_hash, Put.DROPPED)
+                self._record_outcome(block_hash, PutResult.DROPPED)
 
     def watch(self) -> None:
         """Start to record events of blocks, for `take_events`."""
@@ -96,7 +96,7 @@ class StoreWriter:
     def is_empty(self) -> bool:
         """True if no job is queued or running."""
         with self._changed:
-            return not self._jobs and not self._working
+            return not self._jobs and not self._is_working
 
     def statistics(self) -> dict[str, float]:
         """Bytes of queued blocks, and the number of blocks that were dropped because the queue was full."""
@@ -114,8 +114,8 @@ class StoreWriter:
 
         if has_room():
             return True
-        self._stalled = self._stalled or not self._loop.wait_for(self._changed, has_room, self._max_wait_s)
-        return not self._stalled
+        self._is_stalled = self._is_stalled or not self._loop.wait_for(self._changed, has_room, self._max_wait_s)
+        return not self._is_stalled
 
     # On the loop.
 
@@ -123,10 +123,10 @@ class StoreWriter:
         try:
             async with asyncio.timeout(self.close_s):
                 while not self.is_empty():
-                    self._is_written.clear()
-                    await self._is_written.wait()
+                    self._batch_done.clear()
+                    await self._batch_done.wait()
         except TimeoutError:
-            log.warning("the store does not answer; %d blocks and markers were not written", len(self._jobs))
+            logger.warning("the store does not answer; %d blocks and markers were not written", len(self._jobs))
         finally:
             self._running.cancel()
 
@@ -144,7 +144,7 @@ class StoreWriter:
                 except KvferryError as error:
                     self._warn(error)
                 except Exception:  # any error ends only this job
-                    log.exception("writing to the store failed unexpectedly")
+                    logger.exception("writing to the store failed unexpectedly")
                 finally:
                     self._done(jobs)
 
@@ -156,18 +156,18 @@ class StoreWriter:
                 if jobs and not (isinstance(self._jobs[0], Block) and isinstance(jobs[0], Block)):
                     break
                 jobs.append(self._jobs.popleft())
-            self._working = bool(jobs)
+            self._is_working = bool(jobs)
             return jobs
 
     def _done(self, jobs: Sequence[Block | Call]) -> None:
         with self._changed:
             self._num_bytes -= sum(_block_bytes(job) for job in jobs if isinstance(job, Block))
-            self._stalled = self._working = False
+            self._is_stalled = self._is_working = False
             self._changed.notify_all()
-        self._is_written.set()
+        self._batch_done.set()
 
     async def _put(self, blocks: Sequence[Block]) -> None:
-        outcomes: Sequence[Put] = [Put.DROPPED] * len(blocks)
+        outcomes: Sequence[PutResult] = [PutResult.DROPPED] * len(blocks)
         try:
             outcomes = await self._store.put(blocks)
         finally:
@@ -175,17 +175,17 @@ class StoreWriter:
                 for block, outcome in zip(blocks, outcomes, strict=True):
                     self._record_outcome(block.block_hash, outcome)
 
-    def _record_outcome(self, block_hash: BlockHash, outcome: Put) -> None:
+    def _record_outcome(self, block_hash: BlockHash, outcome: PutResult) -> None:
         if self._events is not None:
-            (self._events.dropped if outcome is Put.DROPPED else self._events.stored).append(block_hash)
+            (self._events.dropped if outcome is PutResult.DROPPED else self._events.stored).append(block_hash)
 
     def _warn(self, error: KvferryError) -> None:
-        """Log an error, unless another one was logged less than `warn_every_s` ago: a full disk fails for every
+        """Log an error, unless another one was logged less than `warning_interval_s` ago: a full disk fails for every
         block."""
         now = SYSTEM_CLOCK.monotonic()
-        if now - self._last_warning > self.warn_every_s:
+        if now - self._last_warning > self.warning_interval_s:
             self._last_warning = now
-            log.warning("blocks are not stored: %s", error)
+            logger.warning("blocks are not stored: %s", error)
 
 
 def _block_bytes(block: Block) -> int:

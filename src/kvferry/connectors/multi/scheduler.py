@@ -57,7 +57,7 @@ from kvferry.core.messages.kept import TierShare
 from kvferry.core.runtime.closing import close_all
 from kvferry.core.settings.transfer_config import KVTransferConfig
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -155,7 +155,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         if not (isinstance(match, Hit) and match.layerwise):
             return match
         if index not in self._layerwise:
-            log.error(
+            logger.error(
                 "connector %d of MultiConnector is set to layerwise loads, which are not possible there, and does not"
                 " load: set load to async",
                 index,
@@ -241,7 +241,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
 
     def _mark_lost(self, index: int | None) -> None:
         if index is not None and index not in self._lost:
-            log.warning("connector %d of MultiConnector is lost and no longer used", index)
+            logger.warning("connector %d of MultiConnector is lost and no longer used", index)
             self._lost.add(index)
 
     # The end of a request.
@@ -313,9 +313,9 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
 
     # Statistics and checks, and the end.
 
-    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
+    def stored_blocks(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
         caches = [child for child in self.children if isinstance(child, KeepsBlocks)]
-        return [shares for child in caches for shares in child.kept(hashes, pin=pin)]
+        return [shares for child in caches for shares in child.stored_blocks(hashes, pin=pin)]
 
     def statistics(self) -> dict[str, float]:
         """The statistics of each child, with its index before the names."""
@@ -346,7 +346,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         try:
             return call()
         except Exception:
-            log.exception("connector %d of MultiConnector failed; the others continue without it", index)
+            logger.exception("connector %d of MultiConnector failed; the others continue without it", index)
             return default
 
 

@@ -35,7 +35,7 @@ from kvferry.core.runtime.closing import close_all
 from kvferry.core.runtime.threads import Thread
 from kvferry.transport.memory import BlockMemory
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -92,7 +92,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         try:
             self.children[index].close()
         except Exception:
-            log.exception("connector %d of MultiConnector could not be closed", index)
+            logger.exception("connector %d of MultiConnector could not be closed", index)
 
     # Steps.
 
@@ -155,8 +155,8 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
             return
         if isinstance(event, Loaded | Failed):
             self._loads.pop(event.request_id, None)
-        if isinstance(event, Failed) and event.kept_as:
-            self._holds[event.kept_as] = {index}
+        if isinstance(event, Failed) and event.held_under:
+            self._holds[event.held_under] = {index}
         self._reports.append(event)
 
     def _on_released(self, index: int, request_id: str) -> None:
@@ -226,7 +226,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         except Exception as error:
             if isinstance(error, ConnectorLost) and index == self._hands_off:
                 raise
-            log.exception("connector %d of MultiConnector is lost; the others continue without it", index)
+            logger.exception("connector %d of MultiConnector is lost; the others continue without it", index)
             self._mark_lost(index)
             return default
 

@@ -24,7 +24,7 @@ from kvferry.core.messages.hand_off import OTHER_PROMPT, PrefillResult, Ticket, 
 from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, Want, ignore
 from kvferry.transport.transfer_loop import call_contained, run_together, translated
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Arrivals:
@@ -165,7 +165,7 @@ class Arrivals:
                 Exception
             ) as unexpected:  # leases expire by themselves, and a load with the same error reports the error
                 error = translated(unexpected)
-                log.info("could not %s: %s", name, error, exc_info=error is not unexpected)
+                logger.info("could not %s: %s", name, error, exc_info=error is not unexpected)
 
         name = f"{action} hand-off {ticket.transfer_id}"
         return [self._create_task(on_rank(rank), name) for rank in ranks]
@@ -195,7 +195,7 @@ class Arrivals:
             )  # blocks kept for next turns may be evicted at any time
             level = logging.INFO if was_evicted else logging.WARNING
             message = "request %s: hand-off not loaded: %s"
-            log.log(level, message, load.request_id, error, exc_info=error is not unexpected)
+            logger.log(level, message, load.request_id, error, exc_info=error is not unexpected)
             self._counts[f"failed_{type(error).__name__}"] += 1
             if not self._keep and not isinstance(error, LeaseEnded | PeerLost):
                 self._release(load.ticket, {*ranks, *self._own_ranks(load.ticket)})

@@ -83,10 +83,10 @@ class P2pPlan(msgspec.Struct):
         """Return a copy of the plan, and empty this one. None: there is nothing to do."""
         if not self:
             return None
-        taken, empty = msgspec.structs.replace(self), P2pPlan()
+        plan, empty = msgspec.structs.replace(self), P2pPlan()
         for name in self.__struct_fields__:
             setattr(self, name, getattr(empty, name))
-        return taken
+        return plan
 
 
 class HandOffMeta(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ from kvferry.core.messages.instance_facts import TicketKinds
 from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.transport.options import options_of
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -57,14 +57,14 @@ class _Fetch:
 class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
     """Decides which KV is handed off, fetched and held. Its settings are `TransportOptions`."""
 
-    takes_parts = True
+    takes_sections = True
     gauges = frozenset({"num_produced"})
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         settings = options_of(context.config)
         if not context.auth_token:
-            log.warning(
+            logger.warning(
                 "without KVFERRY_AUTH_TOKEN any client can make a ticket; only tickets with loopback"
                 " addresses are accepted"
             )

@@ -34,7 +34,7 @@ class LayerLayout(msgspec.Struct, frozen=True):
     """KV heads of the whole model in this layer; None: this rank holds all of them."""
 
     @property
-    def whole_kv_heads(self) -> int:
+    def model_kv_heads(self) -> int:
         """KV heads of the whole model in this layer: `total_kv_heads`, or this rank's heads if that is None."""
         return self.num_kv_heads if self.total_kv_heads is None else self.total_kv_heads
 
@@ -97,38 +97,38 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         """32 hexadecimal digits, equal exactly if all fields are equal."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
 
-    def require_same(self, theirs: KVLayout) -> None:
-        """Raise `LayoutMismatch` with the first field in which `theirs` differs."""
+    def require_same(self, other: KVLayout) -> None:
+        """Raise `LayoutMismatch` with the first field in which `other` differs."""
         for field in self.__struct_fields__:
-            _require_equal(field, getattr(self, field), getattr(theirs, field))
+            _require_equal(field, getattr(self, field), getattr(other, field))
 
-    def require_reconcilable(self, theirs: KVLayout) -> None:
+    def require_reconcilable(self, other: KVLayout) -> None:
         """Raise `LayoutMismatch` with the first field that prevents converting one side's blocks into the other's.
 
         Block sizes and tensor-parallel sizes may differ if one divides the other; spans of another engine's packing are
         moved only between equal layouts.
         """
         for field in ("dtype", "model_fingerprint", "kernels"):
-            _require_equal(field, getattr(self, field), getattr(theirs, field))
-        if self.is_opaque != theirs.is_opaque:
-            _require_equal("packing", self.packing, theirs.packing)
-        if self.is_opaque or theirs.is_opaque:
-            self.require_same(theirs)
+            _require_equal(field, getattr(self, field), getattr(other, field))
+        if self.is_opaque != other.is_opaque:
+            _require_equal("packing", self.packing, other.packing)
+        if self.is_opaque or other.is_opaque:
+            self.require_same(other)
             return
-        _require_divides("block_size", self.block_size, theirs.block_size)
-        _require_divides("tp_size", self.tp_size, theirs.tp_size)
-        _require_equal("number of layers", self.num_layers, theirs.num_layers)
-        for index, (ours, other) in enumerate(zip(self.layers, theirs.layers, strict=True)):
-            for field in ("key_dim", "value_dim", "whole_kv_heads"):
-                _require_equal(f"layers[{index}].{field}", getattr(ours, field), getattr(other, field))
+        _require_divides("block_size", self.block_size, other.block_size)
+        _require_divides("tp_size", self.tp_size, other.tp_size)
+        _require_equal("number of layers", self.num_layers, other.num_layers)
+        for index, (layer, other_layer) in enumerate(zip(self.layers, other.layers, strict=True)):
+            for field in ("key_dim", "value_dim", "model_kv_heads"):
+                _require_equal(f"layers[{index}].{field}", getattr(layer, field), getattr(other_layer, field))
 
 
-def _require_equal(field: str, ours: object, theirs: object) -> None:
-    if ours != theirs:
-        raise LayoutMismatch(field, ours, theirs)
+def _require_equal(field: str, local: object, remote: object) -> None:
+    if local != remote:
+        raise LayoutMismatch(field, local, remote)
 
 
-def _require_divides(field: str, ours: int, theirs: int) -> None:
+def _require_divides(field: str, local: int, remote: int) -> None:
     """Raise `LayoutMismatch` unless both are positive and one divides the other."""
-    if min(ours, theirs) < 1 or max(ours, theirs) % min(ours, theirs):
-        raise LayoutMismatch(field, ours, theirs)
+    if min(local, remote) < 1 or max(local, remote) % min(local, remote):
+        raise LayoutMismatch(field, local, remote)

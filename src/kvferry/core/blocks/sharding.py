@@ -55,56 +55,58 @@ def require_ordered(layout: KVLayout) -> None:
 
 
 @cache
-def sources(ours: KVLayout, theirs: KVLayout) -> tuple[int, ...]:
-    """The producer ranks that our rank reads from; `theirs` is the layout of any of them. Raises `LayoutMismatch`."""
-    ours.require_reconcilable(theirs)
-    if ours.is_opaque:
-        return (ours.tp_rank,)
-    ranks = {rank for index in range(ours.num_layers) for rank in _cover(ours, theirs, index)}
+def sources(local: KVLayout, remote: KVLayout) -> tuple[int, ...]:
+    """The producer ranks that our rank reads from; `remote` is the layout of any of them. Raises `LayoutMismatch`."""
+    local.require_reconcilable(remote)
+    if local.is_opaque:
+        return (local.tp_rank,)
+    ranks = {rank for index in range(local.num_layers) for rank in _cover(local, remote, index)}
     return tuple(sorted(ranks))
 
 
-def orphans(ours: KVLayout, theirs: KVLayout) -> tuple[int, ...]:
+def orphans(local: KVLayout, remote: KVLayout) -> tuple[int, ...]:
     """The producer ranks that no consumer rank reads from, and that our rank has to release."""
-    if ours.is_opaque:
+    if local.is_opaque:
         return ()
-    mine = range(ours.tp_rank, theirs.tp_size, ours.tp_size)
-    return tuple(rank for rank in mine if not _readers(ours, theirs, rank))
+    ranks = range(local.tp_rank, remote.tp_size, local.tp_size)
+    return tuple(rank for rank in ranks if not _readers(local, remote, rank))
 
 
 @cache
-def share(ours: KVLayout, theirs: KVLayout) -> Share:
-    """The heads that our rank reads from the rank with layout `theirs`. Raises `LayoutMismatch`, also if it should read
+def share(local: KVLayout, remote: KVLayout) -> Share:
+    """The heads that our rank reads from the rank with layout `remote`. Raises `LayoutMismatch`, also if it should read
     nothing."""
-    ours.require_reconcilable(theirs)
-    if ours.is_opaque:
-        return Share(tuple(HeadRange(layer.first_kv_head, layer.end_kv_head) for layer in ours.layers), 0, 1)
-    require_ordered(theirs)
-    readers = _readers(ours, theirs, theirs.tp_rank)
-    if ours.tp_rank not in readers:
-        raise LayoutMismatch("tp_rank", f"one of {sources(ours, theirs)}", theirs.tp_rank)
-    heads = tuple(_cover(ours, theirs, index).get(theirs.tp_rank, HeadRange(0)) for index in range(ours.num_layers))
-    return Share(heads, readers.index(ours.tp_rank), len(readers))
+    local.require_reconcilable(remote)
+    if local.is_opaque:
+        return Share(tuple(HeadRange(layer.first_kv_head, layer.end_kv_head) for layer in local.layers), 0, 1)
+    require_ordered(remote)
+    readers = _readers(local, remote, remote.tp_rank)
+    if local.tp_rank not in readers:
+        raise LayoutMismatch("tp_rank", f"one of {sources(local, remote)}", remote.tp_rank)
+    heads = tuple(_cover(local, remote, index).get(remote.tp_rank, HeadRange(0)) for index in range(local.num_layers))
+    return Share(heads, readers.index(local.tp_rank), len(readers))
 
 
-def _readers(ours: KVLayout, theirs: KVLayout, their_rank: int) -> list[int]:
+def _readers(local: KVLayout, remote: KVLayout, their_rank: int) -> list[int]:
     """Our ranks that read from their rank `their_rank`."""
-    return [rank for rank in range(ours.tp_size) if their_rank in sources(on_rank(ours, rank), theirs)]
+    return [rank for rank in range(local.tp_size) if their_rank in sources(on_rank(local, rank), remote)]
 
 
-def _cover(ours: KVLayout, theirs: KVLayout, index: int) -> dict[int, HeadRange]:
+def _cover(local: KVLayout, remote: KVLayout, index: int) -> dict[int, HeadRange]:
     """Their ranks, and the heads of each, that together are our rank's heads of one layer, each head once.
 
     If several ranks hold the same heads, our rank chooses by its own number, so that readers are spread over them.
     """
-    mine, layer = ours.layers[index], theirs.layers[index]
-    num_copies = _num_copies(theirs, index)
+    local_layer, layer = local.layers[index], remote.layers[index]
+    num_copies = _num_copies(remote, index)
     heads_by_rank = {}
-    for group in range(mine.first_kv_head // layer.num_kv_heads, -(-mine.end_kv_head // layer.num_kv_heads)):
+    for group in range(
+        local_layer.first_kv_head // layer.num_kv_heads, -(-local_layer.end_kv_head // layer.num_kv_heads)
+    ):
         first = group * layer.num_kv_heads
-        rank = group * num_copies + ours.tp_rank % num_copies
+        rank = group * num_copies + local.tp_rank % num_copies
         heads_by_rank[rank] = HeadRange(
-            max(first, mine.first_kv_head), min(first + layer.num_kv_heads, mine.end_kv_head)
+            max(first, local_layer.first_kv_head), min(first + layer.num_kv_heads, local_layer.end_kv_head)
         )
     return heads_by_rank
 
@@ -116,7 +118,7 @@ def _first_head(layout: KVLayout, index: int, tp_rank: int) -> int:
 def _num_copies(layout: KVLayout, index: int) -> int:
     """Number of ranks that hold the same heads of a layer."""
     layer: LayerLayout = layout.layers[index]
-    total, num = layer.whole_kv_heads, layer.num_kv_heads
+    total, num = layer.model_kv_heads, layer.num_kv_heads
     num_groups = total // num if num > 0 and total % num == 0 else 0
     if not num_groups or layout.tp_size % num_groups:
         raise LayoutMismatch(

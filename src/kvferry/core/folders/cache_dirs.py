@@ -16,8 +16,8 @@ CACHE_DIR_VARIABLE = environment.CACHE_DIR
 
 def configured_cache_dir() -> Path | None:
     """The cache directory that the user has set; None: not set."""
-    named = os.environ.get(CACHE_DIR_VARIABLE)
-    return Path(named).expanduser() if named else None
+    path = os.environ.get(CACHE_DIR_VARIABLE)
+    return Path(path).expanduser() if path else None
 
 
 def require_cache_dir() -> None:
@@ -35,8 +35,8 @@ def require_cache_dir() -> None:
 def user_cache_dirs() -> Iterator[Path]:
     """kvferry's cache directories, in order of preference; only the user's own if one is set. They may not exist, and
     may not be writable."""
-    if named := configured_cache_dir():
-        yield named
+    if path := configured_cache_dir():
+        yield path
         return
     if root := os.environ.get("XDG_CACHE_HOME"):
         yield Path(root) / "kvferry"

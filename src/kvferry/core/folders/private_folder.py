@@ -32,16 +32,16 @@ def why_not_private(folder: Path) -> str:
 def private_folder(name: str, roots: Iterable[Path]) -> Path:
     """The private folder of this name, in the first of `roots` where there can be one: in a root that all users share,
     another user may have taken the name. Created if needed, with its root. Raises `ConfigError`."""
-    refused = "there is no place for it"
+    last_problem = "there is no place for it"
     for root in roots:
         folder = root / name
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            why = why_not_private(folder)
+            problem = why_not_private(folder)
         except OSError as error:
-            why = f"{folder}: {error.strerror or error}"
-        if not why:
+            problem = f"{folder}: {error.strerror or error}"
+        if not problem:
             return folder
-        refused = why
-    raise ConfigError(f"no folder can be this user's alone: {refused}")
+        last_problem = problem
+    raise ConfigError(f"no folder can be this user's alone: {last_problem}")

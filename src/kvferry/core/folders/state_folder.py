@@ -11,8 +11,8 @@ from kvferry.core.settings.environment import STATE_DIR
 
 def state_folder() -> Path:
     """The folder. Raises `ConfigError` if this user has no home directory."""
-    if named := os.environ.get(STATE_DIR):
-        return Path(named).expanduser().absolute()
+    if path := os.environ.get(STATE_DIR):
+        return Path(path).expanduser().absolute()
     if root := os.environ.get("XDG_STATE_HOME"):
         return Path(root) / "kvferry"
     try:

@@ -92,10 +92,11 @@ def parse_continuation(params: dict[str, Any] | None) -> Continuation | None:
 
 
 def answer_name(
-    drawn_by: str, eos_token_ids: Collection[int], prompt_token_ids: Sequence[int], salt: str, parsers: str = ""
+    sampling_digest: str, eos_token_ids: Collection[int], prompt_token_ids: Sequence[int], salt: str, parsers: str = ""
 ) -> str:
     """A digest of 32 hexadecimal digits. It covers all that determines an answer besides the client's own parameters
-    and the seed: model and sampler (`core.sampling.drawn_by`), end tokens, prompt with cache salt, and parsers."""
+    and the seed: model and sampler (`core.sampling.sampling_digest`), end tokens, prompt with cache salt, and
+    parsers."""
     [(_, prompt)] = prefix_digests(prompt_token_ids, [len(prompt_token_ids)], salt)
-    facts = [drawn_by, sorted(eos_token_ids), prompt, *([parsers] if parsers else [])]
+    facts = [sampling_digest, sorted(eos_token_ids), prompt, *([parsers] if parsers else [])]
     return hashlib.sha256(_encoder.encode(facts)).hexdigest()[:32]

@@ -24,7 +24,7 @@ class ErrorDialect(Protocol):
         """The last bytes of a stream of events that ends with this error."""
 
 
-class Translation(ErrorDialect, Protocol):
+class AnswerTranslator(ErrorDialect, Protocol):
     """Translates the answer of one request to an answer of the client's API."""
 
     def answer(self, status: int, content: bytes) -> bytes:
@@ -47,7 +47,7 @@ class OpenAIErrors:
         return sse_event(error_envelope(error)) + SSE_DONE
 
 
-class ResponsesEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+class ResponsesErrorEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
     """The event `error` of a stream of `/v1/responses`. OpenAI's clients raise because of the field `error`; other
     clients read the other fields."""
 
@@ -69,7 +69,7 @@ class ResponsesErrors(OpenAIErrors):
         """The event of a stream that has `number` events before it."""
         body = error_body(error)
         fields = msgspec.structs.asdict(body)
-        event = ResponsesEvent(fields, body.code or body.type, body.message, body.param, number)
+        event = ResponsesErrorEvent(fields, body.code or body.type, body.message, body.param, number)
         return b"event: error\n" + sse_event(msgspec.json.encode(event))
 
 

@@ -39,7 +39,7 @@ class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: list[DynamoEndpoint]
 
 
-class WorkerNews(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the bridge's: a worker can be reached at `url`, or is gone. `worker` names its process."""
 
     url: str

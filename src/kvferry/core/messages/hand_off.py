@@ -75,8 +75,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     """P's result besides the KV, at the end of its prefill: the sampled token, and the seed that it was sampled with.
     The seed may be missing from engines without counter-based sampling. `drawn_by`: the model and the sampling
-    parameters that drew the token (`core.sampling.drawn_by`); empty from engines that do not say. D uses the token only
-    if it would have drawn it in the same way."""
+    parameters that drew the token (`core.sampling.sampling_digest`); empty from engines that do not say. D uses the
+    token only if it would have drawn it in the same way."""
 
     first_token: Count
     seed: int | None = None

@@ -59,9 +59,9 @@ class TicketKinds(PeerMessage, frozen=True, kw_only=True):
         """The kinds that a `kv_role` permits."""
         return TicketKinds(writes=self.writes if produces else (), reads=self.reads if consumes else ())
 
-    def is_readable_by(self, theirs: TicketKinds) -> bool:
-        """True if D, whose kinds are `theirs`, reads a kind that this instance writes, as far as both are known."""
-        return self.writes is None or theirs.reads is None or not set(self.writes).isdisjoint(theirs.reads)
+    def is_readable_by(self, other: TicketKinds) -> bool:
+        """True if D, whose kinds are `other`, reads a kind that this instance writes, as far as both are known."""
+        return self.writes is None or other.reads is None or not set(self.writes).isdisjoint(other.reads)
 
 
 class InstanceFacts(PeerMessage, frozen=True, kw_only=True):
@@ -106,7 +106,7 @@ class InstanceFacts(PeerMessage, frozen=True, kw_only=True):
         kinds = self.tickets.writes if part == "prefill" else self.tickets.reads
         return self.connector is not None and kinds != () and self.role in ("both", part)
 
-    def origin(self, host: str) -> KVSource | None:
+    def source(self, host: str) -> KVSource | None:
         """The source of its hand-offs; None if it has no control address. `host` is the instance's own, used if it
         reports none."""
         if not self.kv_port:

@@ -51,12 +51,12 @@ class TrafficReport(PeerMessage, frozen=True):
     requests: list[RequestObservation]
 
 
-class Decided(PeerMessage, frozen=True):
+class ScaleDecision(PeerMessage, frozen=True):
     """One decision about a fleet. `at`: seconds since 1970."""
 
     at: float
     what: str
-    why: str
+    reason: str = msgspec.field(name="why")
 
 
 class FleetPlan(PeerMessage, frozen=True, omit_defaults=True):
@@ -74,4 +74,4 @@ class FleetPlan(PeerMessage, frozen=True, omit_defaults=True):
     ttft_s: float = 0.0
     itl_s: float = 0.0
     recommends: bool = False
-    decisions: tuple[Decided, ...] = ()
+    decisions: tuple[ScaleDecision, ...] = ()

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 EXIT_S = 2.0
 """Maximum seconds for the exit handlers of libraries, and for threads to end after the event loop."""
@@ -39,9 +39,9 @@ def shutdown_signals() -> tuple[signal.Signals, ...]:
 
 def exit_process(code: int) -> NoReturn:
     """End this process. Its exit handlers run, but threads are not waited for."""
-    leaving = threading.Thread(target=atexit._run_exitfuncs, name="kvferry-exit", daemon=True)
-    leaving.start()
-    leaving.join(EXIT_S)
+    handlers_thread = threading.Thread(target=atexit._run_exitfuncs, name="kvferry-exit", daemon=True)
+    handlers_thread.start()
+    handlers_thread.join(EXIT_S)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # its reader is gone
             stream.flush()
@@ -69,14 +69,14 @@ def report_error(text: str, code: int) -> int:
 
 
 class ShutdownDeadline:
-    """Ends this process with exit code 1 if it has not closed its resources `end_s` after `begin`. Once they are
+    """Ends this process with exit code 1 if it has not closed its resources `max_close_s` after `begin`. Once they are
     closed, ends it with its own exit code if threads keep it alive for more than `EXIT_S`."""
 
-    end_s = 15.0
+    max_close_s = 15.0
     """Maximum seconds in which a process closes its resources, after its last request."""
 
     def __init__(self) -> None:
-        self._timer = _timer(self.end_s, self._expire)
+        self._timer = _timer(self.max_close_s, self._expire)
 
     async def run(self, serving: Awaitable[int]) -> int:
         """Await `serving` and return its exit code. From then on, the process ends after `EXIT_S` even if threads still
@@ -96,7 +96,7 @@ class ShutdownDeadline:
         self._timer.cancel()
 
     def _expire(self) -> None:
-        log.error("the process could not close everything within %g s, and ends now", self.end_s)
+        logger.error("the process could not close everything within %g s, and ends now", self.max_close_s)
         exit_process(1)
 
 

@@ -52,7 +52,7 @@ class BackgroundTasks:
             self._on_error(error)
 
 
-class Waiter:
+class WakeUp:
     """Lets one coroutine wait until another one wakes it. A `wake` while none waits has no effect: check the condition
     before each `wait`. Used on one event loop."""
 

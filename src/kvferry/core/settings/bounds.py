@@ -33,12 +33,12 @@ class Bounds:
     max_value: float
     above: bool = False
 
-    def require(self, what: str, value: float) -> None:
-        """Raise `ConfigError` that names `what` if the value is not within the bounds."""
+    def require(self, name: str, value: float) -> None:
+        """Raise `ConfigError` that names `name` if the value is not within the bounds."""
         if value != value:  # like math.isnan, but that raises for integers beyond the range of a float
-            raise ConfigError(f"{what} must be a number, got nan")
+            raise ConfigError(f"{name} must be a number, got nan")
         if value < self.min_value or (self.above and value == self.min_value) or value > self.max_value:
-            raise ConfigError(f"{what} must {self._in_words(value)}, got {_short(value)}")
+            raise ConfigError(f"{name} must {self._in_words(value)}, got {_short(value)}")
 
     def _in_words(self, value: float) -> str:
         if self.max_value <= PORTS:
@@ -84,11 +84,11 @@ def bounds_of(kind: Any) -> dict[str, Bounds]:
     return {name: bounds for name, hint in hints.items() if (bounds := next(_within(hint), None)) is not None}
 
 
-def require_number(what: str, value: object) -> None:
+def require_number(name: str, value: object) -> None:
     """Raise `ConfigError` if the value is a number that no setting has: infinity, not-a-number, more than 64 bits. Also
     used for options of classes in other packages, whose own bounds may let infinity pass."""
     if isinstance(value, int | float):
-        _ANY.require(what, value)
+        _ANY.require(name, value)
 
 
 def _within(hint: Any) -> Iterator[Bounds]:

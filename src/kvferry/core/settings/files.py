@@ -33,21 +33,21 @@ def read_whole(path: Path, wait_s: float = WAIT_S) -> bytes:
     return run_within(path, wait_s + _THREAD_GRACE_S, lambda: _read(path, wait_s))
 
 
-def require_file(path: Path, what: str = "it") -> None:
+def require_file(path: Path, noun: str = "it") -> None:
     """Raise a `ConfigError` that names `path` unless it is a file that can be opened and read more than once."""
     if not run_within(path, WAIT_S, lambda: _is_plain(path)):
-        raise ConfigError(f"{path}: {what} must be a plain file")
+        raise ConfigError(f"{path}: {noun} must be a plain file")
 
 
-def run_within(path: Path, limit_s: float, func: Callable[[], T]) -> T:
+def run_within(path: Path, timeout_s: float, func: Callable[[], T]) -> T:
     """Run `func`, which uses the file at `path`, in a thread, and return its result. Raises `ConfigError` after
-    `limit_s`, and abandons the thread."""
+    `timeout_s`, and abandons the thread."""
     results: list[T | BaseException] = []
     thread = Thread(_capture, func, results, name=f"reads {path}")
     thread.start()
-    thread.join(limit_s)
+    thread.join(timeout_s)
     if not results:
-        raise ConfigError(f"{path} does not answer within {limit_s:g} s")
+        raise ConfigError(f"{path} does not answer within {timeout_s:g} s")
     if isinstance(result := results[0], BaseException):
         raise result
     return result
@@ -61,11 +61,11 @@ def _capture(func: Callable[[], T], results: list[T | BaseException]) -> None:
 
 
 class FileTask(Generic[T]):
-    """Runs `func`, which uses the file at `path`, repeatedly for an event loop. A run that takes longer than `limit_s`
-    is left to its thread, and no other run starts before it has ended."""
+    """Runs `func`, which uses the file at `path`, repeatedly for an event loop. A run that takes longer than
+    `timeout_s` is left to its thread, and no other run starts before it has ended."""
 
-    def __init__(self, path: Path, func: Callable[[], T], limit_s: float = WAIT_S) -> None:
-        self._path, self._func, self._limit_s = path, func, limit_s
+    def __init__(self, path: Path, func: Callable[[], T], timeout_s: float = WAIT_S) -> None:
+        self._path, self._func, self._timeout_s = path, func, timeout_s
         self._running: asyncio.Future[T] | None = None
 
     async def run(self) -> T:
@@ -75,10 +75,10 @@ class FileTask(Generic[T]):
             work = (asyncio.get_running_loop(), self._running)
             Thread(self._work, *work, name=f"follows {self._path}").start()
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(self._timeout_s):
                 return await asyncio.shield(self._running)
         except TimeoutError as error:
-            raise ConfigError(f"{self._path} does not answer within {self._limit_s:g} s") from error
+            raise ConfigError(f"{self._path} does not answer within {self._timeout_s:g} s") from error
 
     def _work(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[T]) -> None:
         results: list[T | BaseException] = []
@@ -107,10 +107,10 @@ class TimedFile(io.RawIOBase):
         while size:
             if not self._poll.poll(self._wait_s * 1e3):
                 raise ConfigError(f"{self._path}: nothing was written to this pipe for {self._wait_s:g} s")
-            if not (piece := self._file.read(size)):
+            if not (chunk := self._file.read(size)):
                 break
-            parts.append(piece)
-            size -= len(piece) if size > 0 else 0
+            parts.append(chunk)
+            size -= len(chunk) if size > 0 else 0
         return b"".join(parts)
 
     def close(self) -> None:
@@ -128,16 +128,16 @@ def _settle(future: asyncio.Future[T], result: T | BaseException) -> None:
 
 
 def _read(path: Path, wait_s: float) -> bytes:
-    content, piece = b"", None
+    content, chunk = b"", None
     try:
         with open(path, "rb", buffering=0, opener=_open_at_once) as file:
             poll = select.poll()
             poll.register(file, select.POLLIN)
-            while piece != b"" and len(content) <= MAX_BYTES:
+            while chunk != b"" and len(content) <= MAX_BYTES:
                 if not poll.poll(wait_s * 1e3):
                     raise ConfigError(f"{path}: nothing was written to this pipe for {wait_s:g} s")
-                piece = file.read(MAX_BYTES + 1 - len(content))
-                content += piece or b""
+                chunk = file.read(MAX_BYTES + 1 - len(content))
+                content += chunk or b""
     except (OSError, ValueError) as error:  # ValueError: the path has a NUL in it
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if len(content) > MAX_BYTES:

@@ -95,8 +95,8 @@ def _bounds(value_type: Any) -> str:
     return ""
 
 
-def unknown_key(where: str, key: str, known_keys: Collection[str], what: str = "key") -> str:
-    """The error message for an unknown key (or another `what`): it names the nearest known one, or all of them."""
+def unknown_key(where: str, key: str, known_keys: Collection[str], noun: str = "key") -> str:
+    """The error message for an unknown key (or another `noun`): it names the nearest known one, or all of them."""
     near = get_close_matches(key, known_keys, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known_keys)}"
-    return f"{where} is not a known {what}; {hint}"
+    return f"{where} is not a known {noun}; {hint}"

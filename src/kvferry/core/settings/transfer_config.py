@@ -114,8 +114,8 @@ def _as_vllm_reads_it(raw: dict[str, Any]) -> dict[str, Any]:
     read = _with_numbers(raw)
     extra = read.get("kv_connector_extra_config")
     if isinstance(extra, dict) and isinstance(children := extra.get("connectors"), list):
-        named = [_with_numbers(child) if isinstance(child, dict) else child for child in children]
-        read["kv_connector_extra_config"] = {**extra, "connectors": named}
+        children_as_read = [_with_numbers(child) if isinstance(child, dict) else child for child in children]
+        read["kv_connector_extra_config"] = {**extra, "connectors": children_as_read}
     return read
 
 

@@ -21,14 +21,14 @@ _POWERS = {
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(k|m|g|t|ki|mi|gi|ti)?b?\s*", re.IGNORECASE)
 
 
-def parse_bytes(text: str, what: str) -> int:
-    """The number of bytes in `512MiB`, `2GB`, `1.5Gi` or `4096`. Raises `ConfigError` that names `what`."""
+def parse_bytes(text: str, name: str) -> int:
+    """The number of bytes in `512MiB`, `2GB`, `1.5Gi` or `4096`. Raises `ConfigError` that names `name`."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{what}: {text!r} is not a size; write it as 512MiB, 2GB or a number of bytes")
+        raise ConfigError(f"{name}: {text!r} is not a size; write it as 512MiB, 2GB or a number of bytes")
     size = float(match[1]) * _POWERS[(match[2] or "").lower()]
     if size > 2**63:
-        raise ConfigError(f"{what}: {text[:32]!r} is more than any machine has")
+        raise ConfigError(f"{name}: {text[:32]!r} is more than any machine has")
     return int(size)
 
 

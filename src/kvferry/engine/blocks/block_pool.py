@@ -49,7 +49,7 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._num_evicted = 0
         self.events: BlockEvents | None = None
-        """Called for evicted blocks; `SequenceBlocks.publish` calls it for newly cached ones."""
+        """Called for evicted blocks; `SequenceBlocks.cache_full_blocks` calls it for newly cached ones."""
 
     @property
     def num_free(self) -> int:

@@ -115,16 +115,16 @@ class RankListener:
         self._last_refusal = ""
         self._is_closed = False
 
-    def wait_for_ranks(self, num_ranks: int, within_s: float, on_progress: Callable[[int], None]) -> list[Link]:
+    def wait_for_ranks(self, num_ranks: int, timeout_s: float, on_progress: Callable[[int], None]) -> list[Link]:
         """Wait for `num_ranks` ranks; `on_progress` gets the number that have joined. Raises `RankLost` after
-        `within_s`."""
+        `timeout_s`."""
         links: list[Link] = []
-        deadline = SYSTEM_CLOCK.monotonic() + within_s
+        deadline = SYSTEM_CLOCK.monotonic() + timeout_s
         try:
             on_progress(0)
             while len(links) < num_ranks:
                 if SYSTEM_CLOCK.monotonic() > deadline:
-                    raise RankLost(self._missing(len(links), num_ranks, within_s))
+                    raise RankLost(self._missing(len(links), num_ranks, timeout_s))
                 self._accept()
                 with suppress(Empty):
                     while len(links) < num_ranks:
@@ -147,16 +147,16 @@ class RankListener:
             while True:
                 self._joined.get_nowait().pipe.close()
 
-    def _missing(self, num_joined: int, expected: int, within_s: float) -> str:
-        why = f" (the last one that connected was refused: {self._last_refusal})" if self._last_refusal else ""
+    def _missing(self, num_joined: int, expected: int, timeout_s: float) -> str:
+        reason = f" (the last one that connected was refused: {self._last_refusal})" if self._last_refusal else ""
         return (
-            f"{num_joined} of {expected} other ranks came to {self.address} within {within_s:g} s{why}; start each with"
-            f" `kvferry rank {self.address}`"
+            f"{num_joined} of {expected} other ranks came to {self.address} within {timeout_s:g} s{reason}; start each"
+            f" with `kvferry rank {self.address}`"
         )
 
     def _accept(self) -> None:
         try:
-            connected, (host, *_) = self._socket.accept()
+            connection, (host, *_) = self._socket.accept()
         except TimeoutError:
             return
         except OSError as error:  # no descriptors are left, or the client disconnected
@@ -164,13 +164,13 @@ class RankListener:
             threading.Event().wait(self.accept_s)
             return
         if not self._handshakes.acquire(blocking=False):
-            connected.close()
+            connection.close()
             return
-        Thread(self._handshake, connected, host, name="kvferry-rank-greeting").start()
+        Thread(self._handshake, connection, host, name="kvferry-rank-greeting").start()
 
-    def _handshake(self, connected: socket.socket, host: str) -> None:
+    def _handshake(self, connection: socket.socket, host: str) -> None:
         try:
-            self._joined.put(_with_deadline(connected, self.handshake_s, self._answer_rank, host))
+            self._joined.put(_with_deadline(connection, self.handshake_s, self._answer_rank, host))
             if self._is_closed:
                 self._drop()
         except (KvferryError, OSError) as error:
@@ -178,86 +178,88 @@ class RankListener:
         finally:
             self._handshakes.release()
 
-    def _answer_rank(self, connected: socket.socket, host: str) -> Link:
-        pipe = Pipe(os.dup(connected.fileno()), RankHello | RankProof, limit=_HANDSHAKE_BYTES, send_s=self.handshake_s)
+    def _answer_rank(self, connection: socket.socket, host: str) -> Link:
+        pipe = Pipe(os.dup(connection.fileno()), RankHello | RankProof, limit=_HANDSHAKE_BYTES, send_s=self.handshake_s)
         try:
-            hello, ours = _expect(pipe, RankHello), EngineHello(entropy.token_bytes(32))
+            hello, answer = _expect(pipe, RankHello), EngineHello(entropy.token_bytes(32))
             if hello.versions != _VERSIONS:
                 raise ProtocolError(f"it runs {hello.versions[:_NAME_CHARACTERS]}, and rank 0 {_VERSIONS}")
-            pipe.send(ours)
+            pipe.send(answer)
             proof = _expect(pipe, RankProof)
-            if not hmac.compare_digest(proof.code, _code(self._token, "rank", hello, ours)):
+            if not hmac.compare_digest(proof.code, _code(self._token, "rank", hello, answer)):
                 raise AuthenticationFailed(f"it does not hold the same {AUTH_TOKEN}")
-            pipe.send(EngineProof(_code(self._token, "rank 0", hello, ours)))
+            pipe.send(EngineProof(_code(self._token, "rank 0", hello, answer)))
         except (AuthenticationFailed, ProtocolError) as error:
             with suppress(PeerLost):
                 pipe.send(RankRefused(str(error)))
             raise
         finally:
             pipe.close()
-        keys = _code(self._token, "rank 0's frames", hello, ours), _code(self._token, "rank's frames", hello, ours)
+        keys = _code(self._token, "rank 0's frames", hello, answer), _code(self._token, "rank's frames", hello, answer)
         name = "".join(character for character in hello.name[:_NAME_CHARACTERS] if character.isprintable())
-        address = str(connected.getsockname()[0])
-        return Link(engine_end(connected.detach(), keys), f"{name} on {host}", address)
+        address = str(connection.getsockname()[0])
+        return Link(engine_end(connection.detach(), keys), f"{name} on {host}", address)
 
 
-def join(address: str, token: str, within_s: float) -> Link:
+def join(address: str, token: str, timeout_s: float) -> Link:
     """Connect to rank 0, which may not have begun to listen yet. Raises `ConfigError` if it refuses this rank or is not
     rank 0, and `RankLost` if it cannot be reached within this time."""
     host, port = parse_address(address, "the address of rank 0")
-    deadline = SYSTEM_CLOCK.monotonic() + within_s
+    deadline = SYSTEM_CLOCK.monotonic() + timeout_s
     while True:
         try:
-            connected = socket.create_connection((host, port), timeout=HANDSHAKE_S)
-            return _with_deadline(connected, HANDSHAKE_S, _greet_rank0, address, token)
+            connection = socket.create_connection((host, port), timeout=HANDSHAKE_S)
+            return _with_deadline(connection, HANDSHAKE_S, _greet_rank0, address, token)
         except (AuthenticationFailed, ProtocolError) as error:
             raise ConfigError(f"rank 0 at {address}: {error}") from error
         except (PeerLost, OSError, UnicodeError) as error:
             if SYSTEM_CLOCK.monotonic() > deadline:
-                raise RankLost(f"rank 0 is not at {address}, for {within_s:g} s: {error}") from error
+                raise RankLost(f"rank 0 is not at {address}, for {timeout_s:g} s: {error}") from error
         threading.Event().wait(_RETRY_S)
 
 
-def _greet_rank0(connected: socket.socket, address: str, token: str) -> Link:
+def _greet_rank0(connection: socket.socket, address: str, token: str) -> Link:
     kinds = EngineHello | EngineProof | RankRefused
-    pipe = Pipe(os.dup(connected.fileno()), kinds, limit=_HANDSHAKE_BYTES, send_s=HANDSHAKE_S)
+    pipe = Pipe(os.dup(connection.fileno()), kinds, limit=_HANDSHAKE_BYTES, send_s=HANDSHAKE_S)
     try:
         hello = RankHello(_VERSIONS, f"process {os.getpid()} of {platform.node()}", entropy.token_bytes(32))
         pipe.send(hello)
-        theirs = _expect(pipe, EngineHello)
-        pipe.send(RankProof(_code(token, "rank", hello, theirs)))
+        hello_of_rank0 = _expect(pipe, EngineHello)
+        pipe.send(RankProof(_code(token, "rank", hello, hello_of_rank0)))
         proof = _expect(pipe, EngineProof)
     finally:
         pipe.close()
-    if not hmac.compare_digest(proof.code, _code(token, "rank 0", hello, theirs)):
+    if not hmac.compare_digest(proof.code, _code(token, "rank 0", hello, hello_of_rank0)):
         raise AuthenticationFailed(f"it does not hold the same {AUTH_TOKEN}")
-    keys = _code(token, "rank's frames", hello, theirs), _code(token, "rank 0's frames", hello, theirs)
-    own = str(connected.getsockname()[0])
-    return Link(rank_end(connected.detach(), keys), f"rank 0 at {address}", own)
+    keys = _code(token, "rank's frames", hello, hello_of_rank0), _code(token, "rank 0's frames", hello, hello_of_rank0)
+    own_address = str(connection.getsockname()[0])
+    return Link(rank_end(connection.detach(), keys), f"rank 0 at {address}", own_address)
 
 
-def _with_deadline(connected: socket.socket, within_s: float, handshake: Callable[..., Link], *arguments: str) -> Link:
-    """Run `handshake`, and close the connection if that fails or takes longer than `within_s`."""
-    duplicate = connected.dup()
-    timer = threading.Timer(within_s, _shut_down, (duplicate,))
+def _with_deadline(
+    connection: socket.socket, timeout_s: float, handshake: Callable[..., Link], *arguments: str
+) -> Link:
+    """Run `handshake`, and close the connection if that fails or takes longer than `timeout_s`."""
+    duplicate = connection.dup()
+    timer = threading.Timer(timeout_s, _shut_down, (duplicate,))
     timer.daemon = True
     try:
-        connected.settimeout(None)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
-            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         timer.start()
-        return handshake(connected, *arguments)
+        return handshake(connection, *arguments)
     finally:
         timer.cancel()
-        for handle in (duplicate, connected):  # does nothing if it was detached
+        for handle in (duplicate, connection):  # does nothing if it was detached
             handle.close()
 
 
-def _shut_down(connected: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     with suppress(OSError):  # it has just been closed
-        connected.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _expect(pipe: Pipe, kind: Any) -> Any:

@@ -54,7 +54,7 @@ from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.worker import Worker
 from kvferry.observe.logs import follow_parent
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 JOIN_S = 300.0
 """Max seconds for which a rank that rank 0 has not started tries to reach it."""
@@ -71,7 +71,7 @@ class _Gone:
 class Inbox:
     """Received commands. A thread reads the pipe continuously, so that the end of rank 0 is detected at once."""
 
-    end_s = 3.0
+    exit_delay_s = 3.0
     """Max seconds for this process to exit by itself once rank 0 is gone or has sent `Close`."""
 
     def __init__(self, pipe: Pipe) -> None:
@@ -82,10 +82,10 @@ class Inbox:
         self._is_woken = threading.Event()
         Thread(self._read, name="kvferry-rank-inbox").start()
 
-    def take(self, within_s: float | None = None) -> Command | _Woken | _Gone:
+    def take(self, timeout_s: float | None = None) -> Command | _Woken | _Gone:
         """Wait for the next command, by default without a limit, since rank 0 may be idle for a long time. Raises
         `Empty` if none came in time."""
-        item = self._queue.get(timeout=within_s)
+        item = self._queue.get(timeout=timeout_s)
         if isinstance(item, _Woken):
             self._is_woken.clear()
         return item
@@ -106,10 +106,10 @@ class Inbox:
             self._is_woken.set()
             self._queue.put(_Woken())
 
-    def wait_for_proceed(self, within_s: float) -> bool:
+    def wait_for_proceed(self, timeout_s: float) -> bool:
         """True if rank 0 has left the step too, and so has run the same collectives. Otherwise it may be blocked in a
         collective that this rank never reaches, and that fails when this process exits."""
-        end = SYSTEM_CLOCK.monotonic() + within_s
+        end = SYSTEM_CLOCK.monotonic() + timeout_s
         is_woken = False
         try:
             while isinstance(command := self.take(max(0.0, end - SYSTEM_CLOCK.monotonic())), _Woken):
@@ -136,7 +136,7 @@ class Inbox:
             command = _Gone()
         self._stored.put(None)
         self._queue.put(command)
-        threading.Event().wait(self.end_s)  # then exit: the process may be in a step that the others have left
+        threading.Event().wait(self.exit_delay_s)  # then exit: the process may be in a step that the others have left
         os._exit(1)
 
 
@@ -157,7 +157,7 @@ class RankProcessMain:
         except PeerLost:
             return 1
         except Exception as error:
-            log.debug("this rank ends", exc_info=True)
+            logger.debug("this rank ends", exc_info=True)
             with suppress(PeerLost):
                 self._pipe.send(RankFailed(type(error).__name__, str(error) or repr(error)))
             return 1
@@ -184,7 +184,7 @@ class RankProcessMain:
         placement, store = RankPlacement.of_rank(load.rank, load.config), RendezvousStore(self._inbox.request_store)
         self._pipe.send(Started())
         with group.rendezvous(placement, placement.choose_device(load.config.device), store, self._link.address):
-            self._worker = Worker(load.config, placement, lambda what, share: None)
+            self._worker = Worker(load.config, placement, lambda phase, share: None)
         self._pipe.send(ModelLoaded(self._worker.model.fingerprint, self._worker.max_num_blocks()))
 
     def _serve(self, command: OpenCache | RankStep | Proceed | GetStatistics | Check | _Woken, worker: Worker) -> None:
@@ -218,7 +218,7 @@ class RankProcessMain:
         except ConnectorLost:
             raise
         except Exception as error:
-            log.exception("this rank failed in a step")
+            logger.exception("this rank failed in a step")
             failure = f"{type(error).__name__}: {error}"
             self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun, failure))
             if not self._inbox.wait_for_proceed(failure_wait_s(SYSTEM_CLOCK.monotonic() - begun_at)):
@@ -242,15 +242,15 @@ def main(descriptor: int) -> int:
     return RankProcessMain(Link(rank_end(descriptor), "rank 0", LOOPBACK), os.environ.get(AUTH_TOKEN, "")).run()
 
 
-def run_rank(address: str, auth_token: str, within_s: float = JOIN_S) -> int:
+def run_rank(address: str, auth_token: str, timeout_s: float = JOIN_S) -> int:
     """Join rank 0 at `address`, `HOST:PORT`, and serve it until it ends. Returns the exit code. Raises `ConfigError` if
     rank 0 refuses this rank, and `RankLost` if it cannot be reached."""
     group.require_no_process_group()
-    log.info("waiting up to %g s for the instance at %s", within_s, address)
-    link = join(address, auth_token, within_s)
-    log.info("this rank has joined %s", link.name)
+    logger.info("waiting up to %g s for the instance at %s", timeout_s, address)
+    link = join(address, auth_token, timeout_s)
+    logger.info("this rank has joined %s", link.name)
     code = RankProcessMain(link, auth_token).run()
-    log.info(
+    logger.info(
         "the instance has ended, and this rank with it" if code == 0 else "this rank failed; the instance says why"
     )
     return code

@@ -23,6 +23,6 @@ class RankOptions:
     """Max time for another rank to answer; for a step, after rank 0 has computed its own share."""
     skew_s: float = SKEW_S
     """Time that another rank may be behind rank 0 in a step in which rank 0 fails."""
-    end_s: float = 10.0
+    end_timeout_s: float = 10.0
     """Max time for the ranks to exit before they are killed."""
     ping_interval_s: float = PING_INTERVAL_S

@@ -122,10 +122,10 @@ secret."""
 def start_rank(rank: int, auth_token: str, start: StartProcess | None = None) -> tuple[Link, Process]:
     """Start the process of a rank on this machine. The process waits for `LoadModel`. `start`: `start_process` by
     default."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        process = (start or start_process)(rank, theirs.fileno(), auth_token)
-        return Link(engine_end(ours.detach()), f"process {process.pid}", LOOPBACK), process
+    own_end, rank_end = socket.socketpair()
+    with own_end, rank_end:
+        process = (start or start_process)(rank, rank_end.fileno(), auth_token)
+        return Link(engine_end(own_end.detach()), f"process {process.pid}", LOOPBACK), process
 
 
 class RankProcess:
@@ -183,13 +183,13 @@ class RankProcess:
             self._has_left = True
             self._proceed()
 
-    def answer(self, kind: type[A], within_s: float) -> A:
+    def answer(self, kind: type[A], timeout_s: float) -> A:
         """Wait for the answer to the last command. Raises `RankLost`, or the `ConfigError` or `UnsupportedModel` with
         which the rank failed."""
         try:
-            answer = self._answers.get(timeout=within_s)
+            answer = self._answers.get(timeout=timeout_s)
         except Empty:
-            raise RankLost(f"rank {self.rank} ({self._name}) did not answer within {within_s:g} s") from None
+            raise RankLost(f"rank {self.rank} ({self._name}) did not answer within {timeout_s:g} s") from None
         if answer is None:
             self._losses.wait(self.exit_s)
             raise RankLost(f"rank {self.rank} is gone")
@@ -213,7 +213,7 @@ class RankProcess:
 
     # The end.
 
-    def begin_end(self) -> None:
+    def request_exit(self) -> None:
         """Request the exit of the rank."""
         self._is_ending = True
         with suppress(PeerLost), self._lock:
@@ -231,9 +231,9 @@ class RankProcess:
         self._listener.join(self.exit_s)
         self._pipe.close()
 
-    def _end_process(self, process: Process, within_s: float) -> None:
+    def _end_process(self, process: Process, timeout_s: float) -> None:
         try:
-            process.wait(within_s)
+            process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             with suppress(subprocess.TimeoutExpired):  # in an uninterruptible call to a disk or a driver
@@ -282,16 +282,16 @@ class RankProcess:
 
     def _record_exit(self) -> None:
         if self._process is None:
-            how = "closed its connection: its process has ended, or its machine is gone"
+            cause = "closed its connection: its process has ended, or its machine is gone"
             is_cause = not self._has_reported_failure
         else:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(self.exit_s)
-            how = _describe_exit(self._process.returncode)
+            cause = _describe_exit(self._process.returncode)
             is_cause = self._process.returncode != 1  # it sends `RankFailed` before that, or has lost rank 0
         if not self._is_ending:
             weight = 0 if is_cause else CONSEQUENCE + 1
-            self._losses.add(weight, RankLost(f"rank {self.rank} ({self._name}) {how}"))
+            self._losses.add(weight, RankLost(f"rank {self.rank} ({self._name}) {cause}"))
 
 
 class RankWatch:

@@ -67,7 +67,7 @@ from kvferry.engine.structured.token_masks import Masks, TokenMasks
 from kvferry.engine.worker import Worker
 
 A = TypeVar("A", bound=Answer)
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RanksExecutor(Executor):
@@ -150,8 +150,8 @@ class RanksExecutor(Executor):
         self._is_open = True
         self._send_command(OpenCache(self.num_blocks))
         with self._explain_losses():
-            ours = self._rank0.open(self.num_blocks, transfer, auth_token)
-            addresses = [ours, *(opened.address for opened in self._gather(Opened, self._options.answer_s))]
+            own_address = self._rank0.open(self.num_blocks, transfer, auth_token)
+            addresses = [own_address, *(opened.address for opened in self._gather(Opened, self._options.answer_s))]
         self.addresses = [address for address in addresses if address is not None]
         self._watch = RankWatch(self._processes, self._options.ping_interval_s)
 
@@ -195,9 +195,9 @@ class RanksExecutor(Executor):
             raise RequestFailed(f"the engine failed in this request's step, on {'; '.join(failures)}")
         return drawn
 
-    def _step_ended(self, plans: PlanQueue, within_s: float) -> list[str]:
+    def _step_ended(self, plans: PlanQueue, timeout_s: float) -> list[str]:
         """Wait until all ranks have left the step. Returns the failures, with rank and reason. Raises `RankLost`."""
-        results = list(zip(self._processes, self._gather(Done, within_s), strict=True))
+        results = list(zip(self._processes, self._gather(Done, timeout_s), strict=True))
         for process, result in results:
             self._reported.append((process.rank, result.report))
         plans.mark_begun(min(self._rank0.num_begun, *(result.num_begun for _, result in results)))
@@ -221,7 +221,7 @@ class RanksExecutor(Executor):
             try:
                 return self._step_ended(plans, failure_wait_s(seconds, self._options.skew_s))
             except RankLost:
-                log.debug("a rank has not left the step in which rank 0 failed", exc_info=True)
+                logger.debug("a rank has not left the step in which rank 0 failed", exc_info=True)
         self._losses.raise_cause(error=error)
         raise RankLost(f"rank 0 failed in a step: {error!r}") from error
 
@@ -267,14 +267,16 @@ class RanksExecutor(Executor):
         worker, self._worker = self._worker, None
         if self._masks is not None:
             self._masks.close()
-        own = () if worker is None else (worker.close, group.leave)  # makes a step fail that other ranks may still run
+        closes = (
+            () if worker is None else (worker.close, group.leave)
+        )  # makes a step fail that other ranks may still run
         ends = (partial(self._end_processes, processes),)
-        close_all(*(process.begin_end for process in processes), *own, *ends)
+        close_all(*(process.request_exit for process in processes), *closes, *ends)
 
     def _end_processes(self, processes: Sequence[RankProcess]) -> None:
         """End the processes. Ranks without a KV cache have nothing to release, and are killed at once: while they load,
         they do not read commands."""
-        deadline = SYSTEM_CLOCK.monotonic() + (self._options.end_s if self._is_open else 0.0)
+        deadline = SYSTEM_CLOCK.monotonic() + (self._options.end_timeout_s if self._is_open else 0.0)
         close_all(*(partial(process.end, deadline) for process in processes))
 
     # Between the ranks.
@@ -288,8 +290,8 @@ class RanksExecutor(Executor):
         for process in self._processes:
             process.send(command)
 
-    def _gather(self, kind: type[A], within_s: float) -> list[A]:
-        deadline = SYSTEM_CLOCK.monotonic() + within_s
+    def _gather(self, kind: type[A], timeout_s: float) -> list[A]:
+        deadline = SYSTEM_CLOCK.monotonic() + timeout_s
         return [process.answer(kind, max(0.1, deadline - SYSTEM_CLOCK.monotonic())) for process in self._processes]
 
     @contextmanager
@@ -356,7 +358,7 @@ def _require_possible(config: EngineConfig, transfer: KVTransferConfig | None, p
 
 def _requires_tls(options: dict[str, Any]) -> bool:
     """True if a connector's options, or a nested connector's, require TLS for all transfers."""
-    own = bool(options.get("tls_cert")) and not options.get("tls_control_only")
-    return own or any(
+    is_required = bool(options.get("tls_cert")) and not options.get("tls_control_only")
+    return is_required or any(
         _requires_tls(child.get("kv_connector_extra_config", {})) for child in options.get("connectors", ())
     )

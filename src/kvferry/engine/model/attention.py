@@ -35,7 +35,7 @@ ATTENTION_NAME = "kvferry"
 PROBE_NAME = "kvferry_probe"
 
 # Arguments of models that have no effect on paged attention.
-_HARMLESS = frozenset(
+_IGNORED_ARGUMENTS = frozenset(
     {
         "position_ids",
         "use_cache",
@@ -218,7 +218,7 @@ def _probe(
         raise UnsupportedModel(f"{name} brings an attention mask of its own, which a paged cache cannot apply")
     if getattr(module, "is_causal", True) is not True:
         raise UnsupportedModel(f"{name} is not causal{_encoder_hint(module)}")
-    unknown = [key for key, argument in extra.items() if key not in _HARMLESS and isinstance(argument, Tensor)]
+    unknown = [key for key, argument in extra.items() if key not in _IGNORED_ARGUMENTS and isinstance(argument, Tensor)]
     if unknown:
         raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to attention, which kvferry does not know")
     context.layers[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
@@ -317,23 +317,25 @@ def window_of(function: MaskFunction, num_positions: int, device: torch.device, 
     Raises `UnsupportedModel` if the mask is neither of the two somewhere up to `num_positions`.
     """
     last = min(num_positions, _MAX_POSITIONS) - 1
-    keys = torch.arange(last + 1, device=device)
-    window = int(_mask_row(function, last, keys, model_name).sum())
-    borders = {0, 1, 2, 3, window - 1, window, window + 1, 2 * window, last // 2, last - 1, last}
-    for position in sorted(position for position in borders if 0 <= position <= last):
-        expected = (keys <= position) & (keys > position - window)
-        if not torch.equal(_mask_row(function, position, keys, model_name), expected):
+    key_positions = torch.arange(last + 1, device=device)
+    window = int(_mask_row(function, last, key_positions, model_name).sum())
+    checked_positions = {0, 1, 2, 3, window - 1, window, window + 1, 2 * window, last // 2, last - 1, last}
+    for position in sorted(position for position in checked_positions if 0 <= position <= last):
+        expected = (key_positions <= position) & (key_positions > position - window)
+        if not torch.equal(_mask_row(function, position, key_positions, model_name), expected):
             raise UnsupportedModel(
                 f"{model_name} has an attention mask that is neither causal nor a sliding window (position {position})"
             )
     return None if window == last + 1 else window
 
 
-def _mask_row(function: MaskFunction, position: int, keys: Tensor, model_name: str) -> Tensor:
-    """bool [len(keys)]: true for keys that the query at `position` sees."""
-    zero = torch.zeros(1, dtype=torch.long, device=keys.device)
+def _mask_row(function: MaskFunction, position: int, key_positions: Tensor, model_name: str) -> Tensor:
+    """bool [len(key_positions)]: true for keys that the query at `position` sees."""
+    zero = torch.zeros(1, dtype=torch.long, device=key_positions.device)
     try:
-        return torch.as_tensor(function(zero, zero, zero + position, keys), device=keys.device).expand(len(keys))
+        return torch.as_tensor(
+            function(zero, zero, zero + position, key_positions), device=key_positions.device
+        ).expand(len(key_positions))
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(
             f"{model_name} has an attention mask that depends on more than positions ({error})"

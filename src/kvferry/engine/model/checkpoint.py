@@ -252,13 +252,13 @@ def require_complete(loading_info: Mapping[str, Any], model: str) -> None:
         )
 
 
-def _named(names: Collection[str], what: str) -> str:
+def _named(names: Collection[str], noun: str) -> str:
     """One of the names, the number of others, and their problem; empty if there are no names."""
     if not names:
         return ""
     # the shortest first: of "a.weight" and "a.weight_scale_inv" the former says more
     first, others = min(names, key=lambda name: (len(name), name)), len(names) - 1
-    return f"{first}{_and_others(others)} {'are' if others else 'is'} {what}"
+    return f"{first}{_and_others(others)} {'are' if others else 'is'} {noun}"
 
 
 def _and_others(count: int) -> str:

@@ -107,7 +107,7 @@ def _require_length(max_model_len: int | None, limit: int) -> None:
 
 
 def load_model(
-    config: EngineConfig, placement: RankPlacement | None = None, on_progress: Progress = lambda what, share: None
+    config: EngineConfig, placement: RankPlacement | None = None, on_progress: Progress = lambda phase, share: None
 ) -> LoadedModel:
     """Load the weights (this rank's share of them), tokenizer and settings. Minutes for large models. All ranks call it
     together.
@@ -180,11 +180,11 @@ def load_model(
     )
 
 
-def _log_batch_dependence(why: str, is_batch_invariant: bool) -> None:
-    if why and is_batch_invariant:
-        logger.warning("every token is computed by itself, so that answers do not depend on other requests: %s", why)
-    elif why:
-        logger.info("answers may depend on other requests, by rounding (%s); --batch-invariant prevents that", why)
+def _log_batch_dependence(reason: str, is_batch_invariant: bool) -> None:
+    if reason and is_batch_invariant:
+        logger.warning("every token is computed by itself, so that answers do not depend on other requests: %s", reason)
+    elif reason:
+        logger.info("answers may depend on other requests, by rounding (%s); --batch-invariant prevents that", reason)
 
 
 def _name_of(source: Path | str, before: CheckpointFiles, config: Any, dtype: str, on_progress: Progress) -> str:

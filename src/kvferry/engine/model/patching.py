@@ -19,7 +19,7 @@ from kvferry.engine.model.patch import make_patch
 from kvferry.engine.ops.transform import FINAL_TOLERANCE, AttentionRecord, recorded_attention, run
 from kvferry.engine.patch_names import DEFAULT_PATCHES, FLAG
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TOLERANCE = {**FINAL_TOLERANCE, torch.float16: 0.1}
 """Largest difference that counts as rounding, relative to the norm of the whole tensor."""
@@ -54,7 +54,7 @@ def apply_patches(model: nn.Module, names: Sequence[str]) -> None:
                 ) from error
             if before is not None:
                 _require_same(name, before, _trace(model))
-            log.info("%s %s: %d modules", FLAG, name, count)
+            logger.info("%s %s: %d modules", FLAG, name, count)
 
 
 def _trace(model: nn.Module) -> _Trace:
@@ -69,17 +69,17 @@ def _require_same(name: str, before: _Trace, after: _Trace) -> None:
             f" {len(after.attention)} with the patch; KV of the others would be missing"
         )
     for layer, (old, new) in enumerate(zip(before.attention, after.attention, strict=True)):
-        for what, expected, actual in zip(("queries", "keys", "values"), old.tensors, new.tensors, strict=True):
-            _require_close(f"{FLAG} {name} changes the {what} of layer {layer}", expected, actual)
+        for noun, expected, actual in zip(("queries", "keys", "values"), old.tensors, new.tensors, strict=True):
+            _require_close(f"{FLAG} {name} changes the {noun} of layer {layer}", expected, actual)
     _require_close(f"{FLAG} {name} changes the logits", before.logits, after.logits)
 
 
-def _require_close(what: str, before: Tensor, after: Tensor) -> None:
+def _require_close(noun: str, before: Tensor, after: Tensor) -> None:
     if before.shape != after.shape or before.dtype != after.dtype:
         raise UnsupportedModel(
-            f"{what}: they were {before.dtype} {list(before.shape)}, and are {after.dtype} {list(after.shape)}"
+            f"{noun}: they were {before.dtype} {list(before.shape)}, and are {after.dtype} {list(after.shape)}"
         )
     limit = TOLERANCE[before.dtype]
     difference = float((after.double() - before.double()).norm() / before.double().norm().clamp_min(1e-30))
     if not difference <= limit:
-        raise UnsupportedModel(f"{what} by {difference:.2g} of their size; rounding is at most {limit:g}")
+        raise UnsupportedModel(f"{noun} by {difference:.2g} of their size; rounding is at most {limit:g}")

@@ -29,7 +29,7 @@ from kvferry.engine.patch_names import FLAG
 NUM_TOKENS = 24
 BLOCK_SIZE = 8
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
-STOPS = (0, 16, 23, NUM_TOKENS)
+CHUNK_BOUNDARIES = (0, 16, 23, NUM_TOKENS)
 """The boundaries of a sequence's chunks: two chunks, then one token. The first chunk is the prefix that two sequences
 share."""
 SMALL_WINDOW = 5
@@ -39,7 +39,7 @@ SMALL_WINDOW = 5
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.12, torch.float16: 0.03}
 ROUNDING_MARGIN = 3.0
 """A distance is also accepted if it is at most this many times a distance that is known to be rounding."""
-MAX_TOKENS = 0.7
+DISTANCE_QUANTILE = 0.7
 """In half precision, the distance of logits is this quantile of the distances of their tokens."""
 PATCHED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 """As TOLERANCE, between the loaded model and the patched one."""
@@ -64,12 +64,12 @@ class Example:
 
 
 class SelfCheck:
-    """Compares the logits through the engine's paged attention with the logits through the model's own. `border`: the
-    result of `rope.trained_context`. All ranks call the methods together. Both methods raise `UnsupportedModel` if the
-    logits differ by more than rounding."""
+    """Compares the logits through the engine's paged attention with the logits through the model's own.
+    `trained_context`: the result of `rope.trained_context`. All ranks call the methods together. Both methods raise
+    `UnsupportedModel` if the logits differ by more than rounding."""
 
-    def __init__(self, model: Any, probed: ProbedLayers, device: torch.device, border: int | None) -> None:
-        self._model, self._probed, self._device, self._border = model, probed, device, border
+    def __init__(self, model: Any, probed: ProbedLayers, device: torch.device, trained_context: int | None) -> None:
+        self._model, self._probed, self._device, self._trained_context = model, probed, device, trained_context
         self._examples = _examples(model.config.get_text_config(), device)
         self._expected: list[Tensor] = []
         self._rounding = 0.0
@@ -79,18 +79,18 @@ class SelfCheck:
     def run(self) -> None:
         """Check the model as it was loaded."""
         model, probed, text = self._model, self._probed, self._model.config.get_text_config()
-        self._expected, self._rounding = _compare(model, probed, self._examples, self._border)
+        self._expected, self._rounding = _compare(model, probed, self._examples, self._trained_context)
         with _small_windows(text) as are_smaller:
             if are_smaller or any(window is not None and window > NUM_TOKENS for window in probed.windows):
                 shrunk = probe_layers(model, self._device, RankPlacement())
                 _require_same_windows(model, probed, shrunk)
-                _compare(model, ProbedLayers(probed.layouts, shrunk.windows), self._examples[:2], self._border)
+                _compare(model, ProbedLayers(probed.layouts, shrunk.windows), self._examples[:2], self._trained_context)
 
     @torch.inference_mode()
     def run_patched(self) -> None:
         """Compare the patched model with the logits before patching. A distance is accepted up to PATCHED_TOLERANCE, or
         up to ROUNDING_MARGIN times the largest distance that `run` accepted."""
-        paged_logits = _paged_logits(self._model, self._probed, self._examples, self._border)
+        paged_logits = _paged_logits(self._model, self._probed, self._examples, self._trained_context)
         for example, paged, expected in zip(self._examples, paged_logits, self._expected, strict=True):
             distance = _distance(paged, expected[-len(paged) :])
             allowed = max(PATCHED_TOLERANCE[expected.dtype], ROUNDING_MARGIN * self._rounding)
@@ -106,12 +106,12 @@ def thresholds(text: Any, max_lengths: int = 32) -> list[int]:
     """The lengths in a configuration at which a model may begin to compute differently, ascending: the last position,
     and the smallest `max_lengths` of the others."""
     last = text.max_position_embeddings
-    named = {
+    lengths = {
         value
         for name, value in _numbers(text.to_dict())
         if any(part in name for part in _LENGTHS) and NUM_TOKENS < value <= last
     }
-    return sorted({*sorted(named)[:max_lengths], last})
+    return sorted({*sorted(lengths)[:max_lengths], last})
 
 
 def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -128,12 +128,14 @@ def _examples(text: Any, device: torch.device) -> list[Example]:
     and one that crosses it."""
     generator = torch.Generator().manual_seed(0)
     last = text.max_position_embeddings
-    starts = {start for border in thresholds(text) for start in (border - NUM_TOKENS, border - NUM_TOKENS // 2)}
+    starts = {
+        start for threshold in thresholds(text) for start in (threshold - NUM_TOKENS, threshold - NUM_TOKENS // 2)
+    }
     far = sorted(start for start in starts if 0 < start <= last - NUM_TOKENS)
     draw = lambda: torch.randint(0, text.vocab_size, (NUM_TOKENS,), generator=generator).to(device)  # noqa: E731
     trunk, other = draw(), draw()
-    other[: STOPS[1]] = trunk[: STOPS[1]]
-    num_shared = STOPS[1] // BLOCK_SIZE
+    other[: CHUNK_BOUNDARIES[1]] = trunk[: CHUNK_BOUNDARIES[1]]
+    num_shared = CHUNK_BOUNDARIES[1] // BLOCK_SIZE
     tables = [list(range(row * NUM_BLOCKS, (row + 1) * NUM_BLOCKS)) for row in range(len(far) + 2)]
     branch = Example(other, 0, tables[0][:num_shared] + tables[1][num_shared:], reads_prefix=True)
     return [Example(trunk, 0, tables[0]), branch] + [
@@ -142,36 +144,41 @@ def _examples(text: Any, device: torch.device) -> list[Example]:
 
 
 def _compare(
-    model: Any, probed: ProbedLayers, examples: list[Example], border: int | None
+    model: Any, probed: ProbedLayers, examples: list[Example], trained_context: int | None
 ) -> tuple[list[Tensor], float]:
     """Compare paged attention with the model's own. Returns the logits [T, vocab] that the model computes for each
     example alone, and the largest distance from them."""
     expected = [_logits(model, example, "eager") for example in examples]
-    rounding = _require_consistent(model, examples, expected, border)
-    paged_logits, largest = _paged_logits(model, probed, examples, border), 0.0
-    for example, paged, own in zip(examples, paged_logits, expected, strict=True):
-        distance, allowed = _tolerated_distance(model, example, paged, own, rounding)
+    rounding = _require_consistent(model, examples, expected, trained_context)
+    paged_logits, largest = _paged_logits(model, probed, examples, trained_context), 0.0
+    for example, paged, own_logits in zip(examples, paged_logits, expected, strict=True):
+        distance, allowed = _distance_and_tolerance(model, example, paged, own_logits, rounding)
         if not distance <= allowed:
-            raise UnsupportedModel(_mismatch_message(model, example, paged, own, distance, allowed))
+            raise UnsupportedModel(_mismatch_message(model, example, paged, own_logits, distance, allowed))
         largest = max(largest, distance)
     return expected, largest
 
 
-def _require_consistent(model: Any, examples: list[Example], expected: list[Tensor], border: int | None) -> float:
+def _require_consistent(
+    model: Any, examples: list[Example], expected: list[Tensor], trained_context: int | None
+) -> float:
     """Raise `UnsupportedModel` if the model's logits with its own cache differ from `expected`, without cache: then
     there is no right answer to reproduce. Returns the largest distance."""
     pairs, largest = list(zip(examples, expected, strict=True)), 0.0
-    if border is None:
+    if trained_context is None:
         sides = [pairs]
     else:  # Across the limit of longrope, a model's own cache keeps keys of both kinds: see `rope`.
-        sides = [[pair for pair in pairs if pair[0].end <= border], [pair for pair in pairs if pair[0].first >= border]]
+        sides = [
+            [pair for pair in pairs if pair[0].end <= trained_context],
+            [pair for pair in pairs if pair[0].first >= trained_context],
+        ]
     for side in filter(None, sides):
-        with _own_cache(model):
+        with _own_cache_errors(model):
             cached = _cached_logits(model, [example for example, _ in side])
         for (example, without_cache), with_cache in zip(side, cached, strict=False):
             if not bool(without_cache.isfinite().all()):
                 continue
-            distance, allowed = _tolerated_distance(model, example, with_cache, without_cache)
+            distance, allowed = _distance_and_tolerance(model, example, with_cache, without_cache)
             if not distance <= allowed:
                 raise UnsupportedModel(
                     f"{type(model).__name__} computes other logits with its own cache than without ({distance:.2g} of"
@@ -182,7 +189,7 @@ def _require_consistent(model: Any, examples: list[Example], expected: list[Tens
 
 
 @contextmanager
-def _own_cache(model: Any) -> Iterator[None]:
+def _own_cache_errors(model: Any) -> Iterator[None]:
     """Raise errors of the body, which uses transformers' own cache, as `UnsupportedModel`: they do not come from
     kvferry's cache."""
     try:
@@ -194,7 +201,7 @@ def _own_cache(model: Any) -> Iterator[None]:
         ) from error
 
 
-def _tolerated_distance(
+def _distance_and_tolerance(
     model: Any, example: Example, actual: Tensor, expected: Tensor, rounding: float = 0.0
 ) -> tuple[float, float]:
     """The distance of logits [T, vocab] from the last T of the expected ones, and the maximum distance that could be
@@ -231,11 +238,11 @@ def _cached_logits(model: Any, examples: list[Example]) -> list[Tensor]:
     """Logits [T, vocab] of each example with the model's own cache, in chunks. Empty if the model has no cache."""
     ids = torch.stack([example.ids for example in examples])
     positions = torch.stack([torch.arange(example.first, example.end, device=ids.device) for example in examples])
-    takes = inspect.signature(model.forward).parameters
-    name = "cache" if "cache" in takes else "past_key_values"  # as it was called before transformers 5.24
+    parameters = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in parameters else "past_key_values"  # as it was called before transformers 5.24
     cache, logits = None, []
     with implementation(model, "eager"):
-        for start, end in pairwise(STOPS):
+        for start, end in pairwise(CHUNK_BOUNDARIES):
             chunk = {"input_ids": ids[:, start:end], "position_ids": positions[:, start:end]}
             output = model(**chunk, **{name: cache}, use_cache=True)
             cache = getattr(output, name, None)
@@ -263,16 +270,18 @@ def _distance(actual: Tensor, expected: Tensor) -> float:
     distances = (actual - expected).double().norm(dim=-1) / spread
     if expected.dtype == torch.float32:
         return float(distances.square().mean().sqrt())
-    return float(distances.quantile(MAX_TOKENS))
+    return float(distances.quantile(DISTANCE_QUANTILE))
 
 
-def _paged_logits(model: Any, probed: ProbedLayers, examples: list[Example], border: int | None) -> list[Tensor]:
+def _paged_logits(
+    model: Any, probed: ProbedLayers, examples: list[Example], trained_context: int | None
+) -> list[Tensor]:
     """Logits of each example, computed in one batch: [T, vocab], without the tokens whose blocks are another's."""
     caches = _caches(model, probed, NUM_BLOCKS * len(examples), examples[0].ids.device)
     logits: list[list[Tensor]] = [[] for _ in examples]
-    for start, end in pairwise(STOPS):
+    for start, end in pairwise(CHUNK_BOUNDARIES):
         rows = [row for row, example in enumerate(examples) if start > 0 or not example.reads_prefix]
-        outputs = _step(model, probed, caches, [examples[row] for row in rows], start, end, border)
+        outputs = _step(model, probed, caches, [examples[row] for row in rows], start, end, trained_context)
         for row, output in zip(rows, outputs.split(end - start), strict=True):
             logits[row].append(output)
     return [torch.cat(parts) for parts in logits]
@@ -285,7 +294,7 @@ def _step(
     examples: list[Example],
     start: int,
     end: int,
-    border: int | None,
+    trained_context: int | None,
 ) -> Tensor:
     """Tokens `start` to `end` of each example in one forward pass: their logits, concatenated."""
     device, count = examples[0].ids.device, len(examples)
@@ -297,7 +306,7 @@ def _step(
         device=device,
     )
     first = torch.tensor([example.first for example in examples], device=device)
-    long = None if border is None else (first + NUM_TOKENS > border).repeat_interleave(end - start)
+    long = None if trained_context is None else (first + NUM_TOKENS > trained_context).repeat_interleave(end - start)
     with attention_context(PagedContext(batch, caches, probed.windows, long)):
         output = model(
             input_ids=torch.cat([example.ids[start:end] for example in examples])[None],
@@ -329,13 +338,13 @@ def _small_windows(text: Any) -> Iterator[bool]:
     Yields True if there are any."""
     before = {name: getattr(text, name, None) for name in _WINDOWS}
     last = text.max_position_embeddings
-    named = {name: value for name, value in before.items() if isinstance(value, int) and value < last}
+    windows = {name: value for name, value in before.items() if isinstance(value, int) and value < last}
     try:
-        for name in named:
+        for name in windows:
             setattr(text, name, SMALL_WINDOW)
-        yield bool(named)
+        yield bool(windows)
     finally:
-        for name, value in named.items():
+        for name, value in windows.items():
             setattr(text, name, value)
 
 

@@ -46,11 +46,11 @@ class Workspace:
 
 
 class KernelProgram:
-    """Operations that the kernels run one after the other, on the same number of rows. `is_half`: in bfloat16, else
+    """Operations that the kernels run one after the other, on the same number of rows. `is_bfloat16`: in bfloat16, else
     float32."""
 
-    def __init__(self, *calls: LinearCall | NormCall | RotateCall, is_half: bool) -> None:
-        self._is_half = is_half
+    def __init__(self, *calls: LinearCall | NormCall | RotateCall, is_bfloat16: bool) -> None:
+        self._is_bfloat16 = is_bfloat16
         self._calls = calls  # kept alive, because the steps contain only their addresses
         self._steps = (KernelStep * len(calls))(
             *(KernelStep(KernelStep.KINDS.index(type(call)), addressof(call)) for call in calls)
@@ -61,7 +61,7 @@ class KernelProgram:
         """Run on `rows` rows."""
         native = library()
         assert native is not None
-        native.run_steps(self._address, len(self._calls), rows, self._is_half)
+        native.run_steps(self._address, len(self._calls), rows, self._is_bfloat16)
 
 
 class FusedDecoderLayer:
@@ -141,7 +141,7 @@ class FusedDecoderLayer:
     def _build(self) -> None:
         """Build both programs with the workspace's current addresses."""
         attention, mlp, dtype = self._attention, self._mlp, self._attention.dtype
-        hidden, is_half = attention.out.out_features, dtype == torch.bfloat16
+        hidden, is_bfloat16 = attention.out.out_features, dtype == torch.bfloat16
 
         def buffer(name: str, width: int) -> Tensor:
             return self._workspace.buffer(name, width, dtype)
@@ -156,7 +156,7 @@ class FusedDecoderLayer:
             attention.qkv.call(normed, qkv),
             *attention.head_norms(self._qkv),
             *([] if attention.rotation_form == "none" else [self._rotation]),
-            is_half=is_half,
+            is_bfloat16=is_bfloat16,
         )
         self._output_call = attention.out.call(0, between)
         self._down_call = mlp.down.call(middle, 0, residual=between)
@@ -165,5 +165,5 @@ class FusedDecoderLayer:
             self._norms[1].call(between, normed, row_stride=hidden),
             mlp.gate_up.call(normed, middle),
             self._down_call,
-            is_half=is_half,
+            is_bfloat16=is_bfloat16,
         )

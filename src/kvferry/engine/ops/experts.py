@@ -26,14 +26,14 @@ class StackedWeight:
         native = library()
         assert native is not None, "pack only where the kernels are"
         experts, columns, depth = weight.shape
-        is_half = weight.dtype == torch.bfloat16
-        units = native.packed_units(columns, depth, is_half)
+        is_bfloat16 = weight.dtype == torch.bfloat16
+        units = native.packed_units(columns, depth, is_bfloat16)
         self.packed = weights.empty(experts * units, torch.int32)
         self.bias = None if bias is None else bias.detach().float().contiguous()
         for expert, expert_weight in enumerate(weight.detach()):
             source = expert_weight.contiguous()
             target = self.packed.data_ptr() + expert * units * 4
-            native.pack_weight(source.data_ptr(), columns, depth, target, is_half)
+            native.pack_weight(source.data_ptr(), columns, depth, target, is_bfloat16)
 
     @property
     def addresses(self) -> tuple[int, int | None]:

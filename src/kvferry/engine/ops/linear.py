@@ -39,14 +39,14 @@ class PackedLinear(nn.Module):
         columns, self.in_features = weight.shape
         self.out_features = columns if gate is None else columns // 2
         self.gate, self._columns, self.dtype = gate, columns, weight.dtype
-        self._is_half = weight.dtype == torch.bfloat16
+        self._is_bfloat16 = weight.dtype == torch.bfloat16
         native = library()
         assert native is not None, "pack only if can_pack()"
         self._native = native
-        units = native.packed_units(columns, self.in_features, self._is_half)
+        units = native.packed_units(columns, self.in_features, self._is_bfloat16)
         packed = weights.empty(units, torch.int32)
         source = weight.detach().contiguous()
-        native.pack_weight(source.data_ptr(), columns, self.in_features, packed.data_ptr(), self._is_half)
+        native.pack_weight(source.data_ptr(), columns, self.in_features, packed.data_ptr(), self._is_bfloat16)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
         self._wide_bias = _widened(bias)
@@ -74,7 +74,7 @@ class PackedLinear(nn.Module):
             rows.data_ptr(), self._address, bias, None, out.data_ptr(), rows.shape[0],
             self.in_features, self._columns, rows.stride(0), self.out_features, GATES.index(self.gate),
         )  # fmt: skip
-        self._native.linear(byref(call), self._is_half)
+        self._native.linear(byref(call), self._is_bfloat16)
         return out
 
     def call(self, x: int, out: int, *, x_stride: int = 0, residual: int | None = None) -> LinearCall:

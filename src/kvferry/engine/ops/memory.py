@@ -27,9 +27,9 @@ class HugePages:
         num_bytes = count * dtype.itemsize
         if self._used + num_bytes > len(self._chunk):
             self._chunk, self._used = _chunk_of(max(num_bytes, CHUNK_BYTES)), 0
-        taken = self._chunk[self._used : self._used + num_bytes]
+        allocated = self._chunk[self._used : self._used + num_bytes]
         self._used += -(-num_bytes // 64) * 64
-        return taken.view(dtype)
+        return allocated.view(dtype)
 
 
 def _chunk_of(num_bytes: int) -> Tensor:

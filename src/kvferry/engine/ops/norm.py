@@ -18,7 +18,11 @@ class FusedRMSNorm:
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, epsilon: float, *, round_first: bool) -> None:
         """`weight` [size]: multiplies the normalized row. `round_first`: the row is rounded to `dtype` before that."""
-        self._weight, self._dtype, self._is_half = weight.detach().float().contiguous(), dtype, dtype == torch.bfloat16
+        self._weight, self._dtype, self._is_bfloat16 = (
+            weight.detach().float().contiguous(),
+            dtype,
+            dtype == torch.bfloat16,
+        )
         self._epsilon, self._round_first = epsilon, round_first
         self._native = library()
 
@@ -64,5 +68,5 @@ class FusedRMSNorm:
             x.data_ptr(), self._weight.data_ptr(), out.data_ptr(), *shape, inner * size, size,
             self._round_first, self._epsilon,
         )  # fmt: skip
-        self._native.rms_norm(byref(call), self._is_half)
+        self._native.rms_norm(byref(call), self._is_bfloat16)
         return out

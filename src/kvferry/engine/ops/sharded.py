@@ -66,13 +66,13 @@ class GatheredLinear(nn.Module):
         return torch.cat(all_ranks, dim=-1)
 
 
-def localize(model: Any) -> int:
+def replace_sharded_linears(model: Any) -> int:
     """Replace the sharded linear layers of `model` that can be replaced. Returns their number. All ranks must call this
     together."""
     count = 0
     for parent_name, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            style = model.tp_plan.get(_generic(f"{parent_name}.{name}" if parent_name else name))
+            style = model.tp_plan.get(_plan_pattern(f"{parent_name}.{name}" if parent_name else name))
             build = _BUILDERS.get(style)
             if build is not None and type(child) is nn.Linear and _is_evenly_sharded(child):
                 setattr(parent, name, build(child))
@@ -80,7 +80,7 @@ def localize(model: Any) -> int:
     return count
 
 
-def _generic(name: str) -> str:
+def _plan_pattern(name: str) -> str:
     """A module's name as transformers' plans write it: `layers.*.mlp` for `layers.3.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
@@ -95,11 +95,13 @@ def _is_evenly_sharded(linear: nn.Linear) -> bool:
 
 
 def _colwise(linear: nn.Linear) -> nn.Linear:
-    return _plain(_local(linear.weight), None if linear.bias is None else _local(linear.bias))
+    return _linear_of(_local_tensor(linear.weight), None if linear.bias is None else _local_tensor(linear.bias))
 
 
 def _rowwise(linear: nn.Linear) -> SummedLinear:
-    return SummedLinear(_plain(_local(linear.weight), None), None if linear.bias is None else _local(linear.bias))
+    return SummedLinear(
+        _linear_of(_local_tensor(linear.weight), None), None if linear.bias is None else _local_tensor(linear.bias)
+    )
 
 
 def _gathered(linear: nn.Linear) -> GatheredLinear:
@@ -113,7 +115,7 @@ _BUILDERS: dict[str | None, Callable[[nn.Linear], nn.Module]] = {
 }
 
 
-def _plain(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def _linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta", dtype=weight.dtype)
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -122,7 +124,7 @@ def _plain(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear.eval()
 
 
-def _local(tensor: Any) -> Tensor:
+def _local_tensor(tensor: Any) -> Tensor:
     """This rank's part of a DTensor, as a plain tensor."""
     local: Tensor = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().contiguous()
     return local

@@ -33,7 +33,7 @@ from kvferry.engine.ops.linear import PACKABLE, PackedLinear, can_pack, factors_
 from kvferry.engine.ops.native import library
 from kvferry.engine.ops.norm import FusedRMSNorm
 from kvferry.engine.ops.self_attention import FusedSelfAttention
-from kvferry.engine.ops.sharded import localize
+from kvferry.engine.ops.sharded import replace_sharded_linears
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ ones the limit of an activation."""
 
 
 @dataclass
-class Record:
+class ModuleRecord:
     """One call of a module, and the call of the attention function within it, if there was one."""
 
     args: tuple[Any, ...]
@@ -93,10 +93,10 @@ def optimize(model: nn.Module) -> Counter[str]:
     if library() is None or not _is_ordinary(model):
         return done
     with torch.inference_mode():
-        logits, records = record(model)
-        done["sharded Linear"] += localize(model)
+        logits, records = record_forward(model)
+        done["sharded Linear"] += replace_sharded_linears(model)
         if done["sharded Linear"]:
-            _, records = record(model)
+            _, records = record_forward(model)
         if vector_length() == SHORT_VECTOR and logits.dtype == torch.bfloat16:
             logger.warning("decoding in bfloat16 is up to a seventh slower than in float32 on this processor (no AVX2)")
         workspace = Workspace()
@@ -105,7 +105,7 @@ def optimize(model: nn.Module) -> Counter[str]:
         done["Linear"] += pack_linears(model)
         with recorded_attention(model):
             done["bare weight"] += pack_bare_weights(model)
-        after, _ = record(model)
+        after, _ = record_forward(model)
         if not _same(after, logits, FINAL_TOLERANCE[logits.dtype]):
             raise RuntimeError("the model's logits changed when it was optimized; set KVFERRY_NATIVE=0 to go without")
     logger.info(
@@ -123,13 +123,13 @@ def _is_ordinary(model: nn.Module) -> bool:
 # Recording a forward pass.
 
 
-def record(model: nn.Module) -> tuple[Tensor, dict[nn.Module, Record]]:
+def record_forward(model: nn.Module) -> tuple[Tensor, dict[nn.Module, ModuleRecord]]:
     """Run `model` on a few tokens. Returns its logits [1, NUM_TOKENS, vocab] and the record of each replaceable module,
     parts before the modules that contain them."""
-    records: dict[nn.Module, Record] = {}
+    records: dict[nn.Module, ModuleRecord] = {}
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        records.setdefault(module, Record(args, kwargs, output))
+        records.setdefault(module, ModuleRecord(args, kwargs, output))
 
     candidates = [module for module in model.modules() if kind_of(module) is not None]
     hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in candidates]
@@ -209,7 +209,7 @@ def attending_part(module: Any) -> Any:
     return getattr(module, "self_attn", module)
 
 
-def fused_candidates(module: nn.Module, recorded: Record, workspace: Workspace) -> Iterator[FusedForward]:
+def fused_candidates(module: nn.Module, recorded: ModuleRecord, workspace: Workspace) -> Iterator[FusedForward]:
     """Faster forward methods to try for `module`."""
     match kind_of(module):
         case "norm":
@@ -225,7 +225,7 @@ def fused_candidates(module: nn.Module, recorded: Record, workspace: Workspace) 
             yield from FusedDecoderLayer.variants(module, workspace)
 
 
-def replace(module: nn.Module, recorded: Record, workspace: Workspace) -> bool:
+def replace(module: nn.Module, recorded: ModuleRecord, workspace: Workspace) -> bool:
     """Replace `module`'s forward method by the first proposal that reproduces the record. Returns True if one did."""
     for fused in fused_candidates(module, recorded, workspace):
         if _reproduces(fused, module, recorded):
@@ -234,7 +234,7 @@ def replace(module: nn.Module, recorded: Record, workspace: Workspace) -> bool:
     return False
 
 
-def _reproduces(fused: FusedForward, module: nn.Module, recorded: Record) -> bool:
+def _reproduces(fused: FusedForward, module: nn.Module, recorded: ModuleRecord) -> bool:
     try:
         if recorded.attention is None:
             scales = SCALES[kind_of(module) or ""]
@@ -248,12 +248,12 @@ def _reproduces(fused: FusedForward, module: nn.Module, recorded: Record) -> boo
         return False  # it does not accept the original's arguments
 
 
-def _same_scaled(fused: FusedForward, module: nn.Module, recorded: Record, scale: float) -> bool:
+def _same_scaled(fused: FusedForward, module: nn.Module, recorded: ModuleRecord, scale: float) -> bool:
     args = (recorded.args[0] * scale, *recorded.args[1:])
     return _same(fused(*args, **recorded.kwargs), module(*args, **recorded.kwargs))
 
 
-def _same_of_every_expert(fused: FusedExperts, module: Any, recorded: Record) -> bool:
+def _same_of_every_expert(fused: FusedExperts, module: Any, recorded: ModuleRecord) -> bool:
     """True if the results agree for every expert: the recorded tokens went to few of them. False also if the module
     uses a number beyond its experts: some have experts without weights, which return their input."""
     hidden, chosen, shares = recorded.args
@@ -275,7 +275,7 @@ def _same_of_every_expert(fused: FusedExperts, module: Any, recorded: Record) ->
             config._experts_implementation = before
 
 
-def _attends_equally(fused: FusedForward, attending: Any, recorded: Record, original: AttentionRecord) -> bool:
+def _attends_equally(fused: FusedForward, attending: Any, recorded: ModuleRecord, original: AttentionRecord) -> bool:
     with recorded_attention(attending) as calls:
         output = fused(*recorded.args, **recorded.kwargs)
     actual, expected = (value[0] if isinstance(value, tuple) else value for value in (output, recorded.output))

@@ -86,7 +86,7 @@ class Drafter:
             self._blocks.extend(sequence, num_needed)
         return draft
 
-    def verified(self, chunk: Chunk, num_sampled: int) -> None:
+    def on_verified(self, chunk: Chunk, num_sampled: int) -> None:
         """Record that the model has sampled `num_sampled` tokens for a chunk: the accepted part of its draft and one
         more."""
         if chunk.draft and chunk.sequence.drafts is not None:

@@ -40,7 +40,7 @@ from kvferry.engine.scheduling.sequence import LoadMeetingPoint, Sequence, Statu
 from kvferry.engine.scheduling.step import Chunk
 from kvferry.observe.metric_fields import counter, counter_by, gauge
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -64,17 +64,17 @@ class ExternalKV:
     """Calls the connector for the scheduler. Without a connector, nothing is loaded or held.
 
     Unless a docstring says otherwise, the connector's exceptions pass through to the scheduler, which knows the
-    request. `fail_on_lost_hand_off`: a failed load ends its request (`kv_load_failure_policy` is `fail`).
+    request. `fail_on_load_failure`: a failed load ends its request (`kv_load_failure_policy` is `fail`).
     """
 
     def __init__(
-        self, connector: SchedulerSide[StepPlan] | None, pool: BlockPool, clock: Clock, *, fail_on_lost_hand_off: bool
+        self, connector: SchedulerSide[StepPlan] | None, pool: BlockPool, clock: Clock, *, fail_on_load_failure: bool
     ) -> None:
         self._connector = connector
         self._hands_off = connector if connector is not None and isinstance(connector, HandsOff) else None
         self._pool = pool
         self._clock = clock
-        self._fail_on_lost_hand_off = fail_on_lost_hand_off
+        self._fail_on_lost_hand_off = fail_on_load_failure
         self._loading: dict[str, Sequence] = {}
         self._held: dict[str, list[int]] = {}
         self._preempted: list[Sequence] = []
@@ -92,7 +92,7 @@ class ExternalKV:
             return None
         return hand_off.ticket.prefill_result
 
-    def arrived(self, sequence: Sequence) -> None:
+    def on_arrived(self, sequence: Sequence) -> None:
         """Record that the request has joined the queue."""
         if self._connector is not None:
             self._connector.arrived(sequence)
@@ -109,7 +109,7 @@ class ExternalKV:
         sequence.load.is_settled = isinstance(match, Miss)
         return match
 
-    def failure_of(self, sequence: Sequence, error: KvferryError) -> HandOffFailed | None:
+    def record_load_failure(self, sequence: Sequence, error: KvferryError) -> HandOffFailed | None:
         """Count a failed load, and apply the failure policy. Returns the error with which the request ends; None: the
         KV is computed here.
 
@@ -152,17 +152,17 @@ class ExternalKV:
             self._loading[sequence.request_id] = sequence
         return hit.layerwise or sequence.load.meeting is not None
 
-    def meet(self, sequence: Sequence) -> int | None:
+    def tokens_after_meeting(self, sequence: Sequence) -> int | None:
         """The number of tokens with KV, if all tokens before the meeting point are computed and all later ones loaded.
         Otherwise None; if only the load is missing, the sequence now waits for it."""
         meeting = sequence.load.meeting
         assert meeting is not None, "only before a meeting"
-        if sequence.num_computed_tokens < meeting.first:
+        if sequence.num_computed_tokens < meeting.start:
             return None
         if meeting.is_loaded:
             sequence.load.meeting = None
-            return meeting.last
-        sequence.status, sequence.load.target = Status.LOADING, meeting.last
+            return meeting.end
+        sequence.status, sequence.load.target = Status.LOADING, meeting.end
         self._loading[sequence.request_id] = sequence
         return None
 
@@ -172,23 +172,23 @@ class ExternalKV:
         sequence.request.timeline.stamp("transfer_done", self._clock.wall())
         if (meeting := sequence.load.meeting) is not None:
             sequence.load.is_settled = meeting.is_loaded = True
-            meeting.last = _reached(meeting.first, num_tokens, meeting.last)
+            meeting.end = _reached(meeting.start, num_tokens, meeting.end)
         if self._loading.pop(sequence.request_id, None) is None:
             return None
         sequence.load.is_settled, sequence.load.meeting = True, None
         return _reached(sequence.num_computed_tokens, num_tokens, sequence.load.target)
 
     @staticmethod
-    def settled(chunks: Iterable[Chunk], report: TransferReport) -> TransferReport:
+    def fail_incomplete_loads(chunks: Iterable[Chunk], report: TransferReport) -> TransferReport:
         """The report, in which layerwise loads of this step are marked as failed if they are incomplete or missing,
         because the step has used their KV. All other events stay unchanged."""
         promised = {
             chunk.sequence.request_id: chunk.start for chunk in chunks if chunk.sequence.load.layerwise_base is not None
         }
-        settled = [_complete_or_failed(event, promised) for event in report]
-        reported = {event.request_id for event in settled if isinstance(event, Loaded | Failed)}
+        events = [_complete_or_failed(event, promised) for event in report]
+        reported = {event.request_id for event in events if isinstance(event, Loaded | Failed)}
         missing = TransferError("the connector did not report a layerwise load with its step")
-        return [*settled, *(Failed(request_id, missing) for request_id in promised if request_id not in reported)]
+        return [*events, *(Failed(request_id, missing) for request_id in promised if request_id not in reported)]
 
     def abandon_load(self, sequence: Sequence) -> None:
         """End a failed or cancelled load. The sequence has the KV that it had before the load."""
@@ -197,14 +197,14 @@ class ExternalKV:
         if sequence.load.layerwise_base is not None:
             sequence.num_computed_tokens, sequence.load.layerwise_base = sequence.load.layerwise_base, None
 
-    def hold_blocks(self, sequence: Sequence, name: str) -> None:
+    def hold_blocks(self, sequence: Sequence, hold_id: str) -> None:
         """Hold the blocks of a sequence whose load does not end, until the connector reports `Released` with this
-        `name`, which is usually the request's id."""
-        self._held[name], sequence.block_ids = sequence.block_ids, []
+        `hold_id`, which is usually the request's id."""
+        self._held[hold_id], sequence.block_ids = sequence.block_ids, []
 
     # Plans and reports.
 
-    def preempted(self, sequence: Sequence) -> None:
+    def on_preempted(self, sequence: Sequence) -> None:
         """Record that the sequence's blocks were released. The connector learns this with the next plan."""
         self._preempted.append(sequence)
 
@@ -226,14 +226,14 @@ class ExternalKV:
         try:
             return self._connector.plan(StepView([], ()))
         except Exception:
-            log.exception("the connector's plan between two steps failed")
+            logger.exception("the connector's plan between two steps failed")
             return None
 
-    def released(self, request_id: str) -> None:
+    def release_held(self, request_id: str) -> None:
         """Release the blocks that are held under this id, if any."""
         self._pool.release(self._held.pop(request_id, []))
 
-    def completed(self, report: TransferReport) -> None:
+    def on_completed(self, report: TransferReport) -> None:
         """Pass a report of the worker sides on to the connector's scheduler side."""
         if self._connector is not None:
             self._connector.completed(report)
@@ -260,11 +260,11 @@ class ExternalKV:
         try:
             return connector.finish(sequence, blocks)
         except Exception:
-            log.exception("the connector failed at the end of request %s", sequence.request_id)
+            logger.exception("the connector failed at the end of request %s", sequence.request_id)
         try:
             return connector.finish(sequence, blocks)
         except Exception:
-            log.exception(
+            logger.exception(
                 "%d KV blocks of request %s will never be reused, because the connector failed twice",
                 len(blocks),
                 sequence.request_id,

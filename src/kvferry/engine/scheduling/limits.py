@@ -24,7 +24,7 @@ class SchedulerLimits:
     itl_target_s: float | None = None
     vocab_size: int = 2**31
     eos_token_ids: frozenset[int] = frozenset()
-    fail_on_lost_hand_off: bool = False
+    fail_on_load_failure: bool = False
     trained_context: int | None = None
     speculation: SpeculativeConfig | None = None
 

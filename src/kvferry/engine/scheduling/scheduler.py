@@ -14,8 +14,8 @@ An exception in one request's part of a step ends that request (`_isolated`) and
 from __future__ import annotations
 
 import logging
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 
 from kvferry.connectors.api import (
@@ -47,7 +47,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.messages.hand_off import PrefillResult
 from kvferry.core.request import EngineOutput, FinishReason, Request
-from kvferry.core.sampling import drawn_by
+from kvferry.core.sampling import sampling_digest
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.scheduling.drafter import Drafter, DraftStatistics
 from kvferry.engine.scheduling.external_kv import ExternalKV
@@ -59,7 +59,7 @@ from kvferry.engine.scheduling.step import Chunk, SampledToken, Step
 from kvferry.engine.scheduling.step_budget import StepBudget
 from kvferry.observe.metric_fields import counter, gauge
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 NONE_FAILED: Mapping[str, KvferryError] = {}
 
 
@@ -71,7 +71,7 @@ class SchedulerStatistics:
     num_waiting: int = 0
     """Requests in the queue; requests that wait for their KV are in `ExternalKVStatistics.num_loading`."""
     num_preemptions: int = counter("vllm:num_preemptions", "Requests that were preempted because blocks ran out.")
-    num_recomputed: int = counter(
+    num_context_recomputes: int = counter(
         "kvferry:num_recomputed",
         "Requests computed again because their KV was of the other side of the trained context.",
     )
@@ -118,14 +118,14 @@ class Scheduler:
         self.pool = pool
         self._model = model_identity
         self._clock = clock
-        self.external = ExternalKV(connector, pool, clock, fail_on_lost_hand_off=limits.fail_on_lost_hand_off)
+        self.external_kv = ExternalKV(connector, pool, clock, fail_on_load_failure=limits.fail_on_load_failure)
         self._sequences: dict[str, Sequence] = {}
         self._queues = SequenceQueues()
         self._blocks = SequenceBlocks(pool, limits.block_size)
         self.drafter = Drafter(limits.speculation, limits, pool, self._blocks) if limits.speculation else None
         self.budget = StepBudget(limits.max_num_batched_tokens, limits.itl_target_s)
         self._outputs: list[EngineOutput] = []
-        self._delayed: dict[str, EngineOutput] = {}
+        self._delayed_outputs: dict[str, EngineOutput] = {}
         """Last outputs of requests that have ended, until the blocks held for them are released."""
         self._order = 0
         self._counters = SchedulerStatistics()
@@ -139,7 +139,7 @@ class Scheduler:
         """Put a request into the queue. Raises `InvalidRequest` if it can never run or its id is in use, `QueueFull` at
         `max_waiting`."""
         self.limits.require_runnable(request, self.pool.num_blocks * self.limits.block_size)
-        if request.request_id in self._sequences or self.external.holds(request.request_id):
+        if request.request_id in self._sequences or self.external_kv.holds(request.request_id):
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         if self._queues.num_waiting >= self.limits.max_waiting:
             raise QueueFull(f"{self._queues.num_waiting} requests are waiting already; try again later")
@@ -170,11 +170,11 @@ class Scheduler:
         request = sequence.request
         stamp = "decode_queued" if sequence.consumes else "prefill_queued"
         request.timeline.stamp(stamp, self._clock.wall())
-        if (result := self.external.promised_result(sequence)) is not None:
+        if (result := self.external_kv.promised_result(sequence)) is not None:
             self._adopt(sequence, result)
         if sequence.status is not Status.FINISHED:
             self._queues.enqueue(sequence)
-            self.external.arrived(sequence)
+            self.external_kv.on_arrived(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request at once. Unknown ids are ignored, since the request may just have ended."""
@@ -185,7 +185,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True if there is something to do now, or may be when a transfer has advanced."""
-        return bool(self._sequences or self._outputs or self._delayed or self.external.has_work)
+        return bool(self._sequences or self._outputs or self._delayed_outputs or self.external_kv.has_work)
 
     # The step.
 
@@ -199,7 +199,7 @@ class Scheduler:
         if self.drafter is not None:
             chunks = self.drafter.with_drafts(chunks, max_tokens, self._queues.num_running, self._isolated)
         try:
-            return Step(chunks, self.external.plan(chunks))
+            return Step(chunks, self.external_kv.plan(chunks))
         except Exception as error:  # noqa: BLE001 - the connector's error: this step is dropped, the next one may work
             self.fail_step(chunks, error)
             return Step([])
@@ -221,7 +221,7 @@ class Scheduler:
             if self.drafter is not None and not num_prompt_tokens:
                 self.drafter.step_took(step.num_tokens, seconds)
 
-    def decoding(self) -> list[Sequence]:
+    def uniform_decodes(self) -> list[Sequence]:
         """For simulations: the running sequences, if all of them only decode and no request waits, so that all steps
         until the next event are alike. Otherwise, an empty list."""
         running = [] if self._queues.num_waiting else self._queues.running()
@@ -233,18 +233,21 @@ class Scheduler:
 
     def plan_between_steps(self) -> StepPlan | None:
         """The plan that the worker sides execute after `update`, before the next step; None: nothing."""
-        return self.external.plan_between_steps()
+        return self.external_kv.plan_between_steps()
 
-    def settled(self, chunks: list[Chunk], report: TransferReport) -> TransferReport:
+    def fail_incomplete_loads(self, chunks: list[Chunk], report: TransferReport) -> TransferReport:
         """The report, in which layerwise loads of the step that are not complete are marked as failed."""
-        return self.external.settled(chunks, report)
+        return self.external_kv.fail_incomplete_loads(chunks, report)
 
     def update(
-        self, step: Step, sampled: Mapping[str, Rows[SampledToken]], failed: Mapping[str, KvferryError] = NONE_FAILED
+        self,
+        step: Step,
+        sampled: Mapping[str, abc.Sequence[SampledToken]],
+        failed: Mapping[str, KvferryError] = NONE_FAILED,
     ) -> None:
         """Record the computed and sampled tokens of a step. `sampled`: new tokens by request id. `failed`: errors of
-        requests whose load failed during the step, by request id. These are also in the report for `transferred`, which
-        is called afterwards."""
+        requests whose load failed during the step, by request id. These are also in the report for `on_transferred`,
+        which is called afterwards."""
         for chunk in step.chunks:
             if chunk.sequence.status is Status.RUNNING:
                 with self._isolated(chunk.sequence):
@@ -258,7 +261,7 @@ class Scheduler:
 
     def fail_step(self, chunks: list[Chunk], error: Exception) -> None:
         """End the requests of a step that has failed as a whole."""
-        log.error("a step of %d requests failed", len(chunks), exc_info=error)
+        logger.error("a step of %d requests failed", len(chunks), exc_info=error)
         self.num_faults += 1
         for chunk in chunks:
             self.fail(chunk.sequence.request_id, error)
@@ -268,26 +271,26 @@ class Scheduler:
         for request_id in list(self._sequences):
             self.fail(request_id, error)
 
-    def transferred(self, report: TransferReport) -> None:
+    def on_transferred(self, report: TransferReport) -> None:
         """Handle a report of the connector's worker sides. A repeated event has no further effect."""
         for event in report:
             sequence = self._sequences.get(event.request_id)
             if isinstance(event, Released):
-                self.external.released(event.request_id)
-                if (delayed := self._delayed.pop(event.request_id, None)) is not None:
+                self.external_kv.release_held(event.request_id)
+                if (delayed := self._delayed_outputs.pop(event.request_id, None)) is not None:
                     self._outputs.append(delayed)
             elif sequence is not None and not isinstance(event, Saved):
                 with self._isolated(sequence):
                     self._on_transfer_event(sequence, event)
-        self.external.completed(report)
+        self.external_kv.on_completed(report)
 
     def _on_transfer_event(self, sequence: Sequence, event: TransferEvent) -> None:
         match event:
             case Loaded(num_tokens=num_tokens):
                 self._on_loaded(sequence, num_tokens)
-            case Failed(error=error, kept_as=kept_as):
-                self._on_load_failed(sequence, error, kept_as)
-            case Prefilled(result=result) if sequence.prefill_result is None and not sequence.load.refuses_result:
+            case Failed(error=error, held_under=held_under):
+                self._on_load_failed(sequence, error, held_under)
+            case Prefilled(result=result) if sequence.prefill_result is None and not sequence.load.rejects_first_token:
                 self._adopt(sequence, result)
 
     def take_outputs(self) -> list[EngineOutput]:
@@ -304,7 +307,7 @@ class Scheduler:
     @property
     def is_empty(self) -> bool:
         """True if no request is left, and no blocks are held for peers."""
-        return not (self._sequences or self.external.held_blocks)
+        return not (self._sequences or self.external_kv.held_blocks)
 
     def check(self) -> None:
         """Raise `LeakError` if no request is left but resources are still in use. Does nothing while there are
@@ -312,8 +315,8 @@ class Scheduler:
         if self._sequences:
             return
         self._queues.check()
-        self.pool.check(num_held=len(self.external.held_blocks))
-        self.external.check()
+        self.pool.check(num_held=len(self.external_kv.held_blocks))
+        self.external_kv.check()
 
     # Admission.
 
@@ -322,7 +325,7 @@ class Scheduler:
         `Pending` are skipped."""
         skipped: list[Sequence] = []
         while self._queues.num_waiting and budget > 0:
-            if self._queues.num_running + self.external.num_loading >= self.limits.max_num_seqs:
+            if self._queues.num_running + self.external_kv.num_loading >= self.limits.max_num_seqs:
                 break
             sequence = self._queues.next_waiting()
             with self._isolated(sequence):
@@ -350,14 +353,14 @@ class Scheduler:
         """True if blocks may be reserved for KV that is not computed yet (`ConnectorContext.has_room`)."""
         limits = self.limits
         longest = min(-(-limits.max_model_len // limits.block_size), self.pool.num_blocks)
-        num_slots = limits.max_num_seqs - self._queues.num_running - self.external.num_loading
+        num_free_slots = limits.max_num_seqs - self._queues.num_running - self.external_kv.num_loading
         # One place is left free for a request that computes all of its KV.
-        return num_slots > 1 and self.pool.num_free - num_blocks >= max(longest, self.pool.num_blocks // 2)
+        return num_free_slots > 1 and self.pool.num_free - num_blocks >= max(longest, self.pool.num_blocks // 2)
 
     def _match(self, sequence: Sequence) -> tuple[list[int], Match]:
         """The prompt's blocks in the prefix cache, and the connector's match beyond them."""
-        cached = self._blocks.cached(sequence)
-        match = self.external.match(sequence, len(cached) * self.limits.block_size)
+        cached = self._blocks.cached_block_ids(sequence)
+        match = self.external_kv.match(sequence, len(cached) * self.limits.block_size)
         if isinstance(match, Miss) and match.error is not None:
             self._on_hand_off_failed(sequence, match.error)
         return cached, match
@@ -365,11 +368,11 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, cached: list[int], match: Match) -> bool:
         """Reserve blocks, and begin to run or to load. False: there are not enough blocks now."""
         if not self._blocks.reserve(sequence, cached):
-            self.external.make_room(self._blocks.num_blocks_missing(sequence, cached))
+            self.external_kv.make_room(self._blocks.num_blocks_missing(sequence, cached))
             return False
         num_cached = sequence.num_computed_tokens
         self._count_prefix(sequence, num_cached)
-        if not isinstance(match, Hit) or self.external.begin_load(sequence, num_cached, match):
+        if not isinstance(match, Hit) or self.external_kv.begin_load(sequence, num_cached, match):
             self._start_running(sequence)
         return True
 
@@ -433,22 +436,22 @@ class Scheduler:
         sequence.load.layerwise_base = sequence.load.meeting = None
         sequence.num_restarts += 1
         sequence.prompt_logprobs.clear()
-        self.external.preempted(sequence)
+        self.external_kv.on_preempted(sequence)
         self._queues.enqueue(sequence)
 
     # After the model ran.
 
-    def _advance(self, chunk: Chunk, sampled: Rows[SampledToken], failed: Mapping[str, KvferryError]) -> None:
+    def _advance(self, chunk: Chunk, sampled: abc.Sequence[SampledToken], failed: Mapping[str, KvferryError]) -> None:
         sequence = chunk.sequence
         if self.drafter is not None:
-            self.drafter.verified(chunk, len(sampled))
+            self.drafter.on_verified(chunk, len(sampled))
         if sequence.load.layerwise_base is not None:
             if sequence.request_id in failed:
                 return  # `_on_load_failed` resets the sequence to the tokens before the load
             self._count_loaded(sequence, chunk.start - sequence.load.layerwise_base)
             sequence.load.layerwise_base = None
         sequence.num_computed_tokens = chunk.start + chunk.num_tokens
-        self._blocks.publish(sequence)
+        self._blocks.cache_full_blocks(sequence)
         if sequence.load.meeting is not None:
             self._meet(sequence)
         if not sampled:
@@ -461,7 +464,7 @@ class Scheduler:
                 seed=sequence.seed,
                 logprobs=sampled[0].logprobs,
                 num_cached_tokens=sequence.num_cached_tokens,
-                drawn_by=self._drawn_by(sequence) if sequence.produces else "",
+                drawn_by=self._sampling_digest(sequence) if sequence.produces else "",
                 timeline=sequence.request.timeline,
             )
         self._append(sequence, sampled[0])
@@ -469,7 +472,7 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 return  # it has ended, or was preempted
             sequence.num_computed_tokens += 1  # the previous token, which was drafted
-            self._blocks.publish(sequence)
+            self._blocks.cache_full_blocks(sequence)
             self._append(sequence, token)
         if chunk.draft and sequence.status is Status.RUNNING:
             self._blocks.trim(sequence)
@@ -507,7 +510,7 @@ class Scheduler:
         is_new = sequence.is_long and not sequence.hash_chain.is_long(len(sequence.tokens) - 1)
         if is_new and sequence.status is Status.RUNNING:
             self._preempt(sequence)
-            self._counters.num_recomputed += 1
+            self._counters.num_context_recomputes += 1
 
     def _finish(
         self,
@@ -523,10 +526,10 @@ class Scheduler:
         output = output or EngineOutput(request_id=sequence.request_id)
         output.finish_reason, output.error = reason, error
         self._outputs.append(output)  # first, so that the request has an answer whatever fails below
-        outcome = self.external.finish(sequence)
+        outcome = self.external_kv.finish(sequence)
         output.kv_transfer_params = outcome.ticket
         if isinstance(outcome, Hold) and outcome.delays_answer and reason in ("stop", "length"):
-            self._delayed[sequence.request_id] = self._outputs.pop()
+            self._delayed_outputs[sequence.request_id] = self._outputs.pop()
         if reason in ("stop", "length") and not sequence.produces:  # this instance computed all of the answer
             self.pool.finished(sequence.block_hashes, sequence.num_output_tokens)
         sequence.request.timeline.stamp("done", self._clock.wall())
@@ -540,23 +543,23 @@ class Scheduler:
 
     def fail_unexpected(self, sequence: Sequence, error: Exception) -> None:
         """End a sequence because of an unexpected exception in its part of a step. Other sequences continue."""
-        log.error("request %s failed unexpectedly", sequence.request_id, exc_info=error)
+        logger.error("request %s failed unexpectedly", sequence.request_id, exc_info=error)
         self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         self.num_faults += 1
         if sequence.status is Status.FINISHED:
             return
-        named = (
+        reported = (
             error if isinstance(error, RequestError) else RequestFailed(f"the engine failed on this request: {error!r}")
         )
-        self._finish(sequence, "error", error=named)
+        self._finish(sequence, "error", error=reported)
 
     def audit(self) -> None:
         """Raise `LeakError` unless the blocks in use are exactly the blocks of sequences and the held ones, and all
         tokens of blocks in the prefix cache are computed."""
         used = {block for sequence in self._sequences.values() for block in sequence.block_ids}
-        self.pool.check(num_held=len(used | self.external.held_blocks))
+        self.pool.check(num_held=len(used | self.external_kv.held_blocks))
         for sequence in self._sequences.values():
             self._blocks.check(sequence)
 
@@ -566,39 +569,39 @@ class Scheduler:
         """Use the first token that P sampled as the first of the answer, before the KV has arrived. The token is
         ignored if P has another model or other sampling parameters, or if its id is outside of the vocabulary. This
         instance then samples the first token itself."""
-        if result.drawn_by != self._drawn_by(sequence):
-            self._refuse_token(sequence)
+        if result.drawn_by != self._sampling_digest(sequence):
+            self._reject_first_token(sequence)
             return
         if result.first_token >= self.limits.vocab_size:
-            log.warning(
+            logger.warning(
                 "request %s: the first token in its ticket is not in this model's vocabulary", sequence.request_id
             )
             return
         sequence.adopt(result)
         self._append(sequence, SampledToken(result.first_token, result.logprobs))
 
-    def _refuse_token(self, sequence: Sequence) -> None:
-        sequence.load.refuses_result = True
+    def _reject_first_token(self, sequence: Sequence) -> None:
+        sequence.load.rejects_first_token = True
         self._counters.num_tokens_not_adopted += 1
         if self._counters.num_tokens_not_adopted == 1:
-            log.warning(
+            logger.warning(
                 "request %s: P sampled the first token with another model or other sampling parameters, so it is"
                 " sampled again. Further requests are counted only (kvferry:first_tokens_not_adopted). Give all"
                 " instances the same checkpoint with the same generation_config.json, and both legs the same request",
                 sequence.request_id,
             )
 
-    def _drawn_by(self, sequence: Sequence) -> str:
-        return drawn_by(self._model, sequence.request.sampling, self.limits.eos_token_ids)
+    def _sampling_digest(self, sequence: Sequence) -> str:
+        return sampling_digest(self._model, sequence.request.sampling, self.limits.eos_token_ids)
 
     def _on_loaded(self, sequence: Sequence, num_tokens: int | None) -> None:
-        loaded = self.external.end_load(sequence, num_tokens)
+        loaded = self.external_kv.end_load(sequence, num_tokens)
         if loaded is None:
             return
         if not sequence.can_use_remote_kv(num_tokens):
             self._start_running(sequence)
             self._preempt(sequence)
-            self._counters.num_recomputed += 1
+            self._counters.num_context_recomputes += 1
             return
         # Without the producer's token the last prompt token is computed once more, for its logits.
         self._on_kv_available(sequence, loaded)
@@ -607,30 +610,30 @@ class Scheduler:
     def _meet(self, sequence: Sequence) -> None:
         """Called when a sequence has computed tokens while its later tokens are loaded. If all tokens before the loaded
         ones (the meeting point) are computed, continue after the loaded tokens, or wait for them."""
-        reached = self.external.meet(sequence)
+        num_tokens = self.external_kv.tokens_after_meeting(sequence)
         if sequence.status is Status.LOADING:
             self._queues.stop(sequence)
-        elif reached is not None:
-            self._on_kv_available(sequence, reached)
+        elif num_tokens is not None:
+            self._on_kv_available(sequence, num_tokens)
 
     def _on_kv_available(self, sequence: Sequence, num_tokens: int) -> None:
         """Record that the KV of the first `num_tokens` tokens is there because of a load."""
         before = sequence.num_computed_tokens
         sequence.num_computed_tokens = min(num_tokens, len(sequence.tokens) - 1)
         self._count_loaded(sequence, sequence.num_computed_tokens - before)
-        self._blocks.publish(sequence)
+        self._blocks.cache_full_blocks(sequence)
 
-    def _on_load_failed(self, sequence: Sequence, error: KvferryError, kept_as: str) -> None:
-        self.external.abandon_load(sequence)
-        if kept_as:
-            self.external.hold_blocks(sequence, kept_as)
+    def _on_load_failed(self, sequence: Sequence, error: KvferryError, held_under: str) -> None:
+        self.external_kv.abandon_load(sequence)
+        if held_under:
+            self.external_kv.hold_blocks(sequence, held_under)
             self._preempt(sequence)
         self._on_hand_off_failed(sequence, error)
         if sequence.status is Status.LOADING:
             self._start_running(sequence)
 
     def _on_hand_off_failed(self, sequence: Sequence, error: KvferryError) -> None:
-        if (failure := self.external.failure_of(sequence, error)) is not None:
+        if (failure := self.external_kv.record_load_failure(sequence, error)) is not None:
             self._finish(sequence, "error", error=failure)
 
     def _expire(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
+from collections import abc
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,11 +24,11 @@ class Status(Enum):
 
 @dataclass(slots=True)
 class LoadMeetingPoint:
-    """The KV of tokens `[first, last)` is loaded while the tokens before `first` are computed. `is_loaded`: the KV has
+    """The KV of tokens `[start, end)` is loaded while the tokens before `first` are computed. `is_loaded`: the KV has
     arrived."""
 
-    first: int
-    last: int
+    start: int
+    end: int
     is_loaded: bool = False
 
 
@@ -37,14 +37,14 @@ class LoadState:
     """The state of a sequence's load through the connector. `is_settled`: nothing more will be loaded, and missing KV
     is computed. `target`: while LOADING, the number of tokens with KV after the load. `layerwise_base`: during a
     layerwise load, the number of computed tokens before it, to which the sequence goes back if the load fails.
-    `meeting`: set while the sequence's beginning is computed and later tokens are loaded. `refuses_result`: the first
-    token of P is not used, because P has another model or other sampling parameters."""
+    `meeting`: set while the sequence's beginning is computed and later tokens are loaded. `rejects_first_token`: the
+    first token of P is not used, because P has another model or other sampling parameters."""
 
     is_settled: bool = False
     target: int = 0
     layerwise_base: int | None = None
     meeting: LoadMeetingPoint | None = None
-    refuses_result: bool = False
+    rejects_first_token: bool = False
 
 
 class BlockHashChain:
@@ -58,13 +58,13 @@ class BlockHashChain:
         "_root",
         "_salt",
         "block_size",
-        "num_published",
+        "num_cached_blocks",
         "trained_context",
     )
 
     def __init__(self, block_size: int, model: str, salt: str, trained_context: int | None) -> None:
         self.block_size, self.trained_context = block_size, trained_context
-        self.num_published = 0
+        self.num_cached_blocks = 0
         self._model, self._salt = model, salt
         self._hashes: list[BlockHash] = []
         self._is_hashed_as_long = False
@@ -74,7 +74,7 @@ class BlockHashChain:
         """True if a sequence of `num_tokens` is longer than the trained context."""
         return self.trained_context is not None and num_tokens > self.trained_context
 
-    def extend(self, tokens: Tokens[int]) -> list[BlockHash]:
+    def extend(self, tokens: abc.Sequence[int]) -> list[BlockHash]:
         """The hashes of the full blocks of `tokens`, which only grow from one call to the next."""
         if self._is_hashed_as_long != (is_long := self.is_long(len(tokens))):
             self._hashes, self._is_hashed_as_long = [], is_long
@@ -123,7 +123,7 @@ class Sequence:
         return self.request.request_id
 
     @property
-    def prompt_token_ids(self) -> Tokens[int]:
+    def prompt_token_ids(self) -> abc.Sequence[int]:
         """The prompt's tokens."""
         return self.request.prompt_token_ids
 
@@ -164,7 +164,7 @@ class Sequence:
         return isinstance(self.request.hand_off, Consume)
 
     @property
-    def block_hashes(self) -> Tokens[BlockHash]:
+    def block_hashes(self) -> abc.Sequence[BlockHash]:
         """Hashes of the full blocks of the prompt."""
         return self.hashes()[: self.num_prompt_tokens // self.hash_chain.block_size]
 
@@ -203,7 +203,7 @@ class Sequence:
         """Number of known tokens whose KV is yet to be computed; while there is a meeting point, only of the tokens
         before it."""
         meeting = self.load.meeting
-        return (len(self.tokens) if meeting is None else meeting.first) - self.num_computed_tokens
+        return (len(self.tokens) if meeting is None else meeting.start) - self.num_computed_tokens
 
     @property
     def rank(self) -> tuple[int, int]:

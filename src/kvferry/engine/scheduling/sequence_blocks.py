@@ -19,7 +19,7 @@ class SequenceBlocks:
         self._pool = pool
         self._block_size = block_size
 
-    def cached(self, sequence: Sequence) -> list[int]:
+    def cached_block_ids(self, sequence: Sequence) -> list[int]:
         """Ids of the cached blocks that have the sequence's first tokens. At least one token is left to compute. The
         blocks' reference counts do not change."""
         reusable = sequence.hashes() if sequence.reuses_prefix else []
@@ -37,7 +37,7 @@ class SequenceBlocks:
         sequence.block_ids = list(cached)
         sequence.block_ids += self._pool.allocate(sequence.num_blocks_for(len(sequence.tokens)) - len(cached))
         sequence.num_computed_tokens = len(cached) * self._block_size
-        sequence.hash_chain.num_published = len(cached)
+        sequence.hash_chain.num_cached_blocks = len(cached)
         return True
 
     def num_blocks_missing(self, sequence: Sequence, cached: list[int]) -> int:
@@ -64,27 +64,27 @@ class SequenceBlocks:
         """Release all blocks of the sequence, which begins again from its first token."""
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
-        sequence.num_computed_tokens = sequence.hash_chain.num_published = 0
+        sequence.num_computed_tokens = sequence.hash_chain.num_cached_blocks = 0
 
-    def publish(self, sequence: Sequence) -> None:
+    def cache_full_blocks(self, sequence: Sequence) -> None:
         """Put the blocks of the sequence that have become full into the prefix cache. Reports a KV event for each,
         unless the request has a `cache_salt` or the sequence is longer than the trained context."""
-        num_published = sequence.hash_chain.num_published
-        if sequence.num_computed_tokens // self._block_size <= num_published:
+        num_cached = sequence.hash_chain.num_cached_blocks
+        if sequence.num_computed_tokens // self._block_size <= num_cached:
             return
         hashes = sequence.hashes()
         num_full = min(sequence.num_computed_tokens // self._block_size, len(hashes))
         events = self._pool.events if not (sequence.request.cache_salt or sequence.is_long) else None
-        for index in range(num_published, num_full):
+        for index in range(num_cached, num_full):
             parent = hashes[index - 1] if index else None
             if self._pool.publish(sequence.block_ids[index], hashes[index], parent) and events is not None:
                 span = slice(index * self._block_size, (index + 1) * self._block_size)
                 events.stored(hashes[index], parent, sequence.tokens[span])
-        sequence.hash_chain.num_published = max(num_full, num_published)
+        sequence.hash_chain.num_cached_blocks = max(num_full, num_cached)
 
     def check(self, sequence: Sequence) -> None:
         """Raise `LeakError` if a block of the sequence is in the prefix cache although the KV of some of its tokens is
         not computed."""
-        published, computed = sequence.hash_chain.num_published * self._block_size, sequence.num_computed_tokens
-        if published > computed:
-            raise LeakError(f"request {sequence.request_id}: {published} tokens are cached, {computed} are computed")
+        cached, computed = sequence.hash_chain.num_cached_blocks * self._block_size, sequence.num_computed_tokens
+        if cached > computed:
+            raise LeakError(f"request {sequence.request_id}: {cached} tokens are cached, {computed} are computed")

@@ -7,7 +7,7 @@ needs no second model, and nothing from the instance that computed the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
+from collections import abc
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -59,7 +59,7 @@ class PromptLookup:
         """For each such position: the position after the previous occurrence of the same tokens; -1: there is none."""
         self._num_indexed = 0
 
-    def draft(self, tokens: Tokens[int], num_tokens: int) -> list[int]:
+    def draft(self, tokens: abc.Sequence[int], num_tokens: int) -> list[int]:
         """The tokens that followed the latest earlier occurrence of the last tokens, at most `num_tokens`. Empty: there
         is no earlier occurrence. This continues a text that repeats itself."""
         self._index(tokens)
@@ -69,7 +69,7 @@ class PromptLookup:
         period = len(tokens) - begin
         return [tokens[begin + offset % period] for offset in range(num_tokens)]
 
-    def _index(self, tokens: Tokens[int]) -> None:
+    def _index(self, tokens: abc.Sequence[int]) -> None:
         for end in range(self._num_indexed, len(tokens)):  # the text after `tokens[:end]` is not empty
             if end < self._min:
                 self._previous.append(-1)
@@ -79,7 +79,7 @@ class PromptLookup:
             self._latest[key] = end
         self._num_indexed = len(tokens)
 
-    def _longest_match(self, tokens: Tokens[int]) -> int:
+    def _longest_match(self, tokens: abc.Sequence[int]) -> int:
         begin = self._latest.get(tuple(tokens[-self._min :]), -1) if len(tokens) > self._min else -1
         best, best_length = begin, 0
         for _ in range(self.max_candidates):
@@ -155,9 +155,9 @@ class DraftState:
 
     def num_tokens(self, max_tokens: int, cost_share: float) -> int:
         """Number of tokens to draft. A token can be accepted only if all drafted tokens before it are."""
-        number, chance = 0, self.accepted_share
-        while number < max_tokens and chance > cost_share:
-            number, chance = number + 1, chance * self.accepted_share
+        number, probability = 0, self.accepted_share
+        while number < max_tokens and probability > cost_share:
+            number, probability = number + 1, probability * self.accepted_share
         if number == 0:
             self.accepted_share += self.recovery * (1.0 - self.accepted_share)
         return number

@@ -138,7 +138,7 @@ class Delta(msgspec.Struct):
     """The new part of one choice. `offsets`: for each token, the index in the choice's text at which it begins, in
     characters.
 
-    `calls`: calls, or pieces of them. `first`: the choice begins; `finish_reason`: set when it ends; `ends_with_calls`:
+    `calls`: calls, or chunks of them. `first`: the choice begins; `finish_reason`: set when it ends; `ends_with_calls`:
     it has calls, and was not cut off.
     Text may come later than its tokens.
     """

@@ -18,7 +18,7 @@ from kvferry.engine.structured.library import can_constrain
 
 
 @dataclass(frozen=True)
-class ChatAnswers:
+class ChatAnswerSpec:
     """The constraint on the answers to one chat request, and their parsers. `answer_id`: the id of all its answers."""
 
     format: AnswerFormat
@@ -43,7 +43,7 @@ class ChatAnswers:
         return AnswerReader(parser, ids, may_call=may_call, max_calls=None if self.tool_use.parallel else 1)
 
 
-def chat_answers(parsers: OutputParsers, body: ChatCompletionRequest, prompt: Prompt, answer_id: str) -> ChatAnswers:
+def chat_answers(parsers: OutputParsers, body: ChatCompletionRequest, prompt: Prompt, answer_id: str) -> ChatAnswerSpec:
     """The constraint and the parsers that a request needs. Raises `InvalidRequest`."""
     use = body.tool_use()
     text = constraint_of(body.response_format, body.structured_outputs)
@@ -56,7 +56,7 @@ def chat_answers(parsers: OutputParsers, body: ChatCompletionRequest, prompt: Pr
         is_forced=is_forced,
         is_required=use.mode == "required",
         is_json=text is not None and text.kind == "json",
-        continued=_continued(body),
+        continued=_answer_beginning(body),
         max_thought_tokens=None if budget == -1 else budget,
     )
     if budget is not None and budget != -1 and parsers.reasoning is not None and parsers.reasoning.thought is None:
@@ -68,10 +68,10 @@ def chat_answers(parsers: OutputParsers, body: ChatCompletionRequest, prompt: Pr
     if use.mode == "required":
         text = None
     constraint = _constraint(AnswerGrammar(thought=answer_format.thought, calls=calls, text=text))
-    return ChatAnswers(answer_format, use, constraint, answer_id, prompt)
+    return ChatAnswerSpec(answer_format, use, constraint, answer_id, prompt)
 
 
-def _continued(body: ChatCompletionRequest) -> str | None:
+def _answer_beginning(body: ChatCompletionRequest) -> str | None:
     """The beginning of the answer, if the request has it (`continue_final_message`)."""
     if not body.continue_final_message:
         return None

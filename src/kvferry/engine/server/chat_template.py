@@ -65,8 +65,8 @@ async def render_chat(body: ChatCompletionRequest, codec: TextCodec, defaults: M
             "this model has no chat template; use /v1/completions, or serve it with a tokenizer that has one",
             param="messages",
         )
-    big = not _is_small([body.messages, options], THREAD_ABOVE_CHARACTERS)
-    return await codec.off_loop.run_if(big, _render, codec.tokenizer, body.messages, options)
+    in_thread = not _is_small([body.messages, options], THREAD_ABOVE_CHARACTERS)
+    return await codec.thread_offload.run_if(in_thread, _render, codec.tokenizer, body.messages, options)
 
 
 def _is_small(value: Any, max_size: int) -> bool:

@@ -31,7 +31,7 @@ class GrammarCompiler:
     queue of compilations. One that takes too long is refused; its thread ends by the limits of llguidance.
 
     `make_backend`: called in a thread for the first constraint, as it takes about a second for a vocabulary of 131,072
-    tokens. `max_grammars` bounds the cache, `max_waiting` the queue, and `limit_s` the wait for a compilation.
+    tokens. `max_grammars` bounds the cache, `max_waiting` the queue, and `timeout_s` the wait for a compilation.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class GrammarCompiler:
         *,
         max_grammars: int = 64,
         max_waiting: int = 64,
-        limit_s: float = 10.0,
+        timeout_s: float = 10.0,
     ) -> None:
         self._make_backend = make_backend
         self._backend: GrammarBackend | None = None
         self._max_grammars = max_grammars
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
         self._backend_lock, self._lock = threading.Lock(), threading.Lock()
-        self._off_loop = ThreadOffload(max_waiting=max_waiting, limit_s=limit_s, purpose="compiled")
+        self._thread_offload = ThreadOffload(max_waiting=max_waiting, timeout_s=timeout_s, purpose="compiled")
 
     async def matchers(self, constraint: StructuredOutputs, number: int, tokens: Sequence[int] = ()) -> list[Matcher]:
         """As many states of the constraint after these tokens of the answer. Raises `InvalidRequest`, `GrammarFailed`,
         and `QueueFull` or `Unavailable` if compiling must wait for too long."""
-        return await self._off_loop.run_if(True, self._matchers, constraint, number, tokens)
+        return await self._thread_offload.run_if(True, self._matchers, constraint, number, tokens)
 
     def _matchers(self, constraint: StructuredOutputs, number: int, tokens: Sequence[int]) -> list[Matcher]:
         grammar = self._grammar(constraint)
@@ -129,7 +129,7 @@ class ServerContext:
     async def decode(self, raw: bytes, request: HttpRequest, body_type: type[Body]) -> Decoded[Body]:
         """A request body as `body_type`. Raises `InvalidRequest`."""
         require_json(request.header("content-type"), request.header("content-encoding"))
-        return await self.codec.off_loop.run_if(len(raw) > THREAD_ABOVE_BYTES, decode_body, raw, body_type)
+        return await self.codec.thread_offload.run_if(len(raw) > THREAD_ABOVE_BYTES, decode_body, raw, body_type)
 
     async def chat_prompt(self, body: ChatCompletionRequest) -> Prompt:
         """The messages as tokens. Templates write special tokens themselves, so none are added unless the request

@@ -70,7 +70,7 @@ class EngineClient(Protocol):
         """Notify the instance that waits for the KV of a request that was refused before `generate`, or holds KV for
         it. Returns at once."""
 
-    async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
+    async def stored_blocks(self, request: Request, *, pin: bool | None) -> KeptBlocks:
         """The blocks of a prompt in the connector's store. `pin` True: pin them; False: unpin them; None: change
         nothing. Raises `InvalidRequest`, also if there is no store."""
 

@@ -19,7 +19,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import RequestError, Unavailable
 from kvferry.core.messages.continuation import answer_name
 from kvferry.core.request import EngineOutput, Request
-from kvferry.core.sampling import drawn_by
+from kvferry.core.sampling import sampling_digest
 from kvferry.engine.server.assembly import ChoiceAssembler, Delta
 from kvferry.engine.server.engine_protocol import EngineClient
 from kvferry.observe.metrics import EngineMetrics, RequestTracker
@@ -80,7 +80,7 @@ class Generation:
     def answer_name(self) -> str:
         """The name of the first sequence's answer, which another instance compares before it continues it."""
         request, engine_client = self.children[0].request, self._front
-        source = drawn_by(engine_client.model_identity, request.sampling, engine_client.eos_token_ids)
+        source = sampling_digest(engine_client.model_identity, request.sampling, engine_client.eos_token_ids)
         return answer_name(
             source, engine_client.eos_token_ids, request.prompt_token_ids, request.cache_salt, self._parsers
         )
@@ -98,17 +98,17 @@ class Generation:
     def usage(self, index: int | None = None) -> answers.Usage:
         """Number of tokens so far: in the whole request, or in one choice (for `continuous_usage_stats`)."""
         if index is None:
-            leaders, counted = [child for child in self.children if child.is_leader], self.children
+            leaders, answer_children = [child for child in self.children if child.is_leader], self.children
         else:
-            leaders = counted = [self.children[index]]
+            leaders = answer_children = [self.children[index]]
         num_prompt = sum(len(child.request.prompt_token_ids) for child in leaders)
-        num_answer = sum(child.num_tokens for child in counted)
+        num_answer = sum(child.num_tokens for child in answer_children)
         return answers.Usage(
             prompt_tokens=num_prompt,
             completion_tokens=num_answer,
             total_tokens=num_prompt + num_answer,
             prompt_tokens_details=answers.PromptTokensDetails(sum(child.num_cached_tokens for child in leaders)),
-            completion_tokens_details=self._details(counted),
+            completion_tokens_details=self._details(answer_children),
         )
 
     def _details(self, children: Sequence[Child]) -> answers.CompletionTokensDetails | None:

@@ -29,8 +29,8 @@ def sampling_params(
     """
     values: dict[str, Any] = {name: getattr(body, name) for name in _PASSED_THROUGH}
     for name in _MODEL_DEFAULTED:
-        own = getattr(body, name)
-        values[name] = defaults.get(name) if own is None else own
+        given_value = getattr(body, name)
+        values[name] = defaults.get(name) if given_value is None else given_value
     sampling = SamplingParams(
         **{name: value for name, value in values.items() if value is not None},
         max_tokens=max_tokens,

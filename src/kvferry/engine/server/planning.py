@@ -19,7 +19,7 @@ from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams, child_seed
 from kvferry.core.structured_outputs import StructuredOutputs
 from kvferry.engine.server.assembly import CONTINUED, ChoiceAssembler, TextOptions
-from kvferry.engine.server.chat_answers import ChatAnswers, chat_answers
+from kvferry.engine.server.chat_answers import ChatAnswerSpec, chat_answers
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.generation import Child, Generation
 from kvferry.engine.server.parameters import (
@@ -118,7 +118,7 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     )
     if continuation is not None:
         _require_same_answer(generation, continuation)
-        await context.codec.off_loop.run_if(
+        await context.codec.thread_offload.run_if(
             len(continuation.token_ids) > THREAD_ABOVE_TOKENS,
             generation.children[0].assembler.replay,
             continuation.token_ids,
@@ -186,7 +186,7 @@ class _ChildBuilder:
     timeline: Timeline
     continuation: Continuation | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    answers: ChatAnswers | None = None
+    answers: ChatAnswerSpec | None = None
 
     def children(
         self, prompt: Prompt, first_index: int, number: int, keys: KVTransferParams | None = None
@@ -196,8 +196,8 @@ class _ChildBuilder:
         sampling = self._sampling(prompt)
         for choice in range(number):
             seed = child_seed(sampling.seed or 0, choice)
-            own = msgspec.structs.replace(sampling, seed=seed)
-            yield self._child(prompt, first_index + choice, own, choice == 0, keys)
+            child_sampling = msgspec.structs.replace(sampling, seed=seed)
+            yield self._child(prompt, first_index + choice, child_sampling, choice == 0, keys)
 
     def _child(
         self, prompt: Prompt, index: int, sampling: SamplingParams, leads: bool, keys: KVTransferParams | None
@@ -264,13 +264,13 @@ class _ChildBuilder:
 
 async def _chat_answers(
     context: ServerContext, body: GenerationRequest, prompts: Sequence[Prompt], answer_id: str
-) -> ChatAnswers | None:
+) -> ChatAnswerSpec | None:
     """The answers that a chat request asks for; None for a completion."""
     if not isinstance(body, ChatCompletionRequest):
         return None
     (prompt,) = prompts
     is_large = len(body.tools or ()) > _MANY_TOOLS
-    return await context.codec.off_loop.run_if(is_large, chat_answers, context.parsers, body, prompt, answer_id)
+    return await context.codec.thread_offload.run_if(is_large, chat_answers, context.parsers, body, prompt, answer_id)
 
 
 async def _prompts(

@@ -14,8 +14,8 @@ from kvferry.core.request import are_tokens
 from kvferry.engine.server.assembly import Detokenizer
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS, TextCodec
 
-_PIECE_CHARACTERS = 2**20
-"""The tokens of longer texts are counted in pieces of this length before the text is encoded, because each token's
+_CHUNK_CHARACTERS = 2**20
+"""The tokens of longer texts are counted in chunks of this length before the text is encoded, because each token's
 record takes about 100 bytes."""
 
 _MAX_TRUNCATED_CHARACTERS = 2**20
@@ -84,26 +84,26 @@ async def require_encodable(
                 param=field,
             )
         return
-    longest = max_model_len * codec.longest_token
+    longest = max_model_len * codec.longest_token_chars
     if len(text) > longest:
         raise _too_long(text, max_model_len, field, f"more than the {longest} that this many tokens can stand for")
-    if len(text) > _PIECE_CHARACTERS:
-        await codec.off_loop.run_if(True, _require_few_tokens, text, codec, max_model_len, field)
+    if len(text) > _CHUNK_CHARACTERS:
+        await codec.thread_offload.run_if(True, _require_few_tokens, text, codec, max_model_len, field)
 
 
 def _require_few_tokens(text: str, codec: TextCodec, max_model_len: int, field: str) -> None:
     """Raise if there are too many tokens. Tokens across boundaries count twice; the factor 2 allows for that."""
     num_tokens = 0
-    for start in range(0, len(text), _PIECE_CHARACTERS):
-        num_tokens += codec.num_tokens(text[start : start + _PIECE_CHARACTERS])
+    for start in range(0, len(text), _CHUNK_CHARACTERS):
+        num_tokens += codec.num_tokens(text[start : start + _CHUNK_CHARACTERS])
         if num_tokens > 2 * max_model_len:
             raise _too_long(text, max_model_len, field, f"which are more than {num_tokens} tokens")
 
 
-def _too_long(text: str, max_model_len: int, field: str, why: str) -> ContextLengthExceeded:
+def _too_long(text: str, max_model_len: int, field: str, reason: str) -> ContextLengthExceeded:
     return ContextLengthExceeded(
         f"This model's maximum context length is {max_model_len} tokens. However, your {field} has {len(text)}"
-        f" characters, {why}. Please reduce its length.",
+        f" characters, {reason}. Please reduce its length.",
         param=field,
     )
 
@@ -169,16 +169,18 @@ class Echo:
 
 async def echoes_of(prompts: Sequence[Prompt], codec: TextCodec, *, skip_special_tokens: bool) -> list[Echo]:
     """The echoes of a request's prompts, in order."""
-    big = sum(len(prompt.token_ids) for prompt in prompts) > THREAD_ABOVE_TOKENS
-    return await codec.off_loop.run_if(big, lambda: [_echo(prompt, codec, skip_special_tokens) for prompt in prompts])
+    in_thread = sum(len(prompt.token_ids) for prompt in prompts) > THREAD_ABOVE_TOKENS
+    return await codec.thread_offload.run_if(
+        in_thread, lambda: [_echo(prompt, codec, skip_special_tokens) for prompt in prompts]
+    )
 
 
 def _echo(prompt: Prompt, codec: TextCodec, skip_special_tokens: bool) -> Echo:
     detokenizer = Detokenizer(codec.backend, skip_special_tokens=skip_special_tokens)
-    pieces, offsets, length = [], [], 0
+    texts, offsets, length = [], [], 0
     for token_id in prompt.token_ids:
         offsets.append(length)
-        pieces.append(detokenizer.step(token_id))
-        length += len(pieces[-1])
-    pieces.append(detokenizer.flush())
-    return Echo("".join(pieces) if prompt.text is None else prompt.text, offsets)
+        texts.append(detokenizer.step(token_id))
+        length += len(texts[-1])
+    texts.append(detokenizer.flush())
+    return Echo("".join(texts) if prompt.text is None else prompt.text, offsets)

@@ -32,16 +32,16 @@ def _sizes(tokenizer: Any) -> tuple[int, int]:
 
 
 class TextCodec:
-    """A tokenizer, used on one event loop and in the threads of `off_loop`."""
+    """A tokenizer, used on one event loop and in the threads of `thread_offload`."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.off_loop = ThreadOffload()
+        self.thread_offload = ThreadOffload()
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
         # Some tokenizer files contain a truncation that was meant for training.
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.vocab_size, self.longest_token = _sizes(tokenizer)
+        self.vocab_size, self.longest_token_chars = _sizes(tokenizer)
         """Number of tokens, and length of the longest one in characters."""
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -50,17 +50,17 @@ class TextCodec:
 
     async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """The tokens of each text."""
-        big = sum(map(len, texts)) > THREAD_ABOVE_CHARACTERS
-        return await self.off_loop.run_if(big, self._encode_all, texts, add_special_tokens)
+        in_thread = sum(map(len, texts)) > THREAD_ABOVE_CHARACTERS
+        return await self.thread_offload.run_if(in_thread, self._encode_all, texts, add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of `token_ids`."""
-        big = len(token_ids) > THREAD_ABOVE_TOKENS
-        return await self.off_loop.run_if(big, self._decode, token_ids, skip_special_tokens)
+        in_thread = len(token_ids) > THREAD_ABOVE_TOKENS
+        return await self.thread_offload.run_if(in_thread, self._decode, token_ids, skip_special_tokens)
 
     async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as written in the vocabulary."""
-        return await self.off_loop.run_if(len(token_ids) > THREAD_ABOVE_TOKENS, self._token_strings, token_ids)
+        return await self.thread_offload.run_if(len(token_ids) > THREAD_ABOVE_TOKENS, self._token_strings, token_ids)
 
     def num_tokens(self, text: str) -> int:
         """The number of tokens in `text`, without special tokens. Blocks the caller for as long as encoding takes."""

@@ -18,35 +18,39 @@ Result = TypeVar("Result")
 
 class ThreadOffload:
     """Runs functions in the event loop's threads: `max_concurrent` at a time, `max_waiting` in a queue, each for at
-    most `limit_s` seconds including the wait. `purpose`: what they do with requests, for errors."""
+    most `timeout_s` seconds including the wait. `purpose`: what they do with requests, for errors."""
 
     def __init__(
-        self, *, max_concurrent: int = 2, max_waiting: int = 256, limit_s: float = 60.0, purpose: str = "read"
+        self, *, max_concurrent: int = 2, max_waiting: int = 256, timeout_s: float = 60.0, purpose: str = "read"
     ) -> None:
         self._purpose = purpose
         self._turn = asyncio.Semaphore(max_concurrent)
         self._max_waiting = max_waiting
-        self._limit_s = limit_s
+        self._timeout_s = timeout_s
         self._num_waiting = 0
 
     async def run_if(
-        self, big: bool, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+        self,
+        in_thread: bool,
+        function: Callable[Parameters, Result],
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
     ) -> Result:
-        """Call `function` directly, or in a thread if it is `big`.
+        """Call `function` directly, or in a thread if it is `in_thread`.
 
         Raises the function's errors, `QueueFull` if too many calls wait, and `Unavailable` if it takes too long. A
         thread cannot be ended, so it counts as running until its function returns.
         """
-        if not big:
+        if not in_thread:
             return function(*args, **kwargs)
         if self._num_waiting >= self._max_waiting:
             raise QueueFull(f"{self._num_waiting} large requests are waiting to be {self._purpose}; try again later")
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(self._timeout_s):
                 await self._wait()
                 return await asyncio.shield(self._start(partial(function, *args, **kwargs)))
         except TimeoutError as error:
-            raise Unavailable(f"the request could not be {self._purpose} within {self._limit_s:g} s") from error
+            raise Unavailable(f"the request could not be {self._purpose} within {self._timeout_s:g} s") from error
 
     async def _wait(self) -> None:
         self._num_waiting += 1

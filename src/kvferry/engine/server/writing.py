@@ -64,12 +64,12 @@ class LogprobWriter:
         return answers.TokenLogprob(name, _clamp(entry.logprob), raw, top)
 
     def _prompt_token(self, entry: TokenLogprobs, num_top: int) -> dict[int, answers.PromptLogprob]:
-        own = {entry.token_id: self._prompt_logprob(entry.token_id, entry.logprob, entry.rank)}
+        entries = {entry.token_id: self._prompt_logprob(entry.token_id, entry.logprob, entry.rank)}
         top = {
             token_id: self._prompt_logprob(token_id, logprob, rank)
             for rank, (token_id, logprob) in enumerate(_top_tokens(entry, num_top), start=1)
         }
-        return own | top
+        return entries | top
 
     def _prompt_logprob(self, token_id: int, logprob: float, rank: int) -> answers.PromptLogprob:
         return answers.PromptLogprob(_clamp(logprob), rank, self._texts.text(token_id))

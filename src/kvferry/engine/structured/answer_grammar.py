@@ -42,7 +42,7 @@ class AnswerGrammarWriter:
         """The grammar as llguidance's JSON. `part`: writes the grammar of a constraint. Raises `InvalidRequest`."""
         parts: dict[str, dict[str, Any]] = {}
 
-        def named(constraint: StructuredOutputs) -> str:
+        def name_of(constraint: StructuredOutputs) -> str:
             name = f"part_{len(parts)}"
             parts[name] = part(constraint) | {"name": name}
             return f"@{name}"
@@ -53,14 +53,14 @@ class AnswerGrammarWriter:
         if grammar.thought is not None:
             rules += self._thought(grammar.thought)
             start = "thought spaces " if grammar.thought.begun else "(spaces opening thought)? spaces "
-            reserved += self._pieces(grammar.thought.open)
+            reserved += self._symbols(grammar.thought.open)
         if grammar.calls is not None:
-            rules += self._calls(grammar.calls, named)
+            rules += self._calls(grammar.calls, name_of)
         if grammar.text is not None:
-            text = named(grammar.text)
+            text = name_of(grammar.text)
             start += text if grammar.calls is None else f"({text} | calls)"
         elif grammar.calls is not None:
-            reserved += self._pieces(grammar.calls.form.begin or grammar.calls.form.call[0])[:1]
+            reserved += self._symbols(grammar.calls.form.begin or grammar.calls.form.call[0])[:1]
             start += "calls" if grammar.calls.required else f"free (calls free){'*' if grammar.calls.parallel else '?'}"
         else:
             start = start.removesuffix("spaces ") + "free"
@@ -69,8 +69,8 @@ class AnswerGrammarWriter:
         return json.dumps({"grammars": [{"lark_grammar": "\n".join([f"start: {start}", *rules])}, *parts.values()]})
 
     def _thought(self, thought: Thought) -> list[str]:
-        close = self._pieces(thought.close)
-        rules = [] if thought.begun else ["opening: " + " ".join(self._pieces(thought.open))]
+        close = self._symbols(thought.close)
+        rules = [] if thought.begun else ["opening: " + " ".join(self._symbols(thought.open))]
         limit = f"[max_tokens={thought.max_tokens}]" if thought.max_tokens is not None else ""
         if len(close) == 1 and close[0].startswith("<["):
             if thought.max_tokens == 0:
@@ -83,14 +83,14 @@ class AnswerGrammarWriter:
             )
         return [*rules, f"thought[suffix={string_of(thought.close)}]: {_ANY}"]
 
-    def _calls(self, calls: Calls, named: Callable[[StructuredOutputs], str]) -> list[str]:
+    def _calls(self, calls: Calls, name_of: Callable[[StructuredOutputs], str]) -> list[str]:
         form, rules = calls.form, []
         for index, function in enumerate(calls.functions):
             before, between, after = form.call
             parameters = parameters_of(function.schema) if form.parameter is not None else None
             if form.parameter is None:
                 schema = json.dumps({"type": "object"} | function.schema, ensure_ascii=False)
-                arguments = [named(StructuredOutputs(kind="json", content=schema, field=function.field))]
+                arguments = [name_of(StructuredOutputs(kind="json", content=schema, field=function.field))]
             elif parameters is None:
                 raise InvalidRequest(
                     f"{function.field}: arguments in tags cannot have this schema", param=function.field
@@ -99,21 +99,21 @@ class AnswerGrammarWriter:
                 arguments = []
                 for parameter in parameters:
                     name = f"call_{index}_{len(arguments)}"
-                    rules += self._parameter(name, parameter, form.parameter, function.field, named)
+                    rules += self._parameter(name, parameter, form.parameter, function.field, name_of)
                     arguments.append(name if parameter.is_required else f"({name})?")
             sequence = [
-                *self._pieces(before),
+                *self._symbols(before),
                 string_of(function.name),
-                *self._pieces(between),
+                *self._symbols(between),
                 *arguments,
-                *self._pieces(after),
+                *self._symbols(after),
             ]
             rules.append(f"call_{index}: {' '.join(sequence)}")
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls.functions))))
         is_single = form.is_single or not calls.parallel
-        more = "" if is_single else f"({' '.join([*self._pieces(form.separator), 'call'])})*"
-        lead = [f"({' '.join(self._pieces(form.lead))})?"] if form.lead else []
-        rules.append(" ".join(["calls:", *lead, *self._pieces(form.begin), "call", more, *self._pieces(form.end)]))
+        more = "" if is_single else f"({' '.join([*self._symbols(form.separator), 'call'])})*"
+        lead = [f"({' '.join(self._symbols(form.lead))})?"] if form.lead else []
+        rules.append(" ".join(["calls:", *lead, *self._symbols(form.begin), "call", more, *self._symbols(form.end)]))
         return rules
 
     def _parameter(
@@ -122,15 +122,15 @@ class AnswerGrammarWriter:
         parameter: Parameter,
         tags: tuple[str, str, str],
         field: str,
-        named: Callable[[StructuredOutputs], str],
+        name_of: Callable[[StructuredOutputs], str],
     ) -> list[str]:
         """The rules of one argument, of which the first one has this name. A text has nothing that ends it."""
         before, between, after = tags
-        opening = " ".join([*self._pieces(before), string_of(parameter.key), *self._pieces(between)])
-        closing = self._pieces(after)
+        opening = " ".join([*self._symbols(before), string_of(parameter.key), *self._symbols(between)])
+        closing = self._symbols(after)
         if not parameter.is_text:
             field = f"{field}.properties.{parameter.key}"
-            value = named(StructuredOutputs(kind="json", content=parameter.json_schema, field=field))
+            value = name_of(StructuredOutputs(kind="json", content=parameter.json_schema, field=field))
             return [f"{name}: {opening} {value} {' '.join(closing)}"]
         if parameter.choices:
             choices = " | ".join(string_of(choice) for choice in parameter.choices)
@@ -138,7 +138,7 @@ class AnswerGrammarWriter:
         highest = "" if parameter.max_length is None else parameter.max_length
         text = f"(?s:.{{{parameter.min_length},{highest}}})"
         excluded = f"~/(?s:.*){_escaped(after.strip())}(?s:.*)/"
-        token = next((number for number, piece in enumerate(closing) if piece.startswith("<[")), None)
+        token = next((number for number, symbol in enumerate(closing) if symbol.startswith("<[")), None)
         if token is None:
             suffix = string_of(after)
             return [
@@ -158,11 +158,11 @@ class AnswerGrammarWriter:
         special = f" | <[{','.join(map(str, ids))}]>" if ids else ""
         return [f"free: (FREE{special})*", "FREE: /(?s:.+)/"]
 
-    def _pieces(self, text: str) -> list[str]:
+    def _symbols(self, text: str) -> list[str]:
         """The text as strings and tokens of a grammar."""
-        return [self._piece(piece) for piece in self._split.split(text) if piece]
+        return [self._symbol(symbol) for symbol in self._split.split(text) if symbol]
 
-    def _piece(self, piece: str) -> str:
-        if piece == NUMBER:
+    def _symbol(self, symbol: str) -> str:
+        if symbol == NUMBER:
             return _NUMBER
-        return f"<[{self._added[piece]}]>" if piece in self._added else string_of(piece)
+        return f"<[{self._added[symbol]}]>" if symbol in self._added else string_of(symbol)

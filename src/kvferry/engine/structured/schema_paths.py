@@ -34,8 +34,8 @@ def subschemas(schema: Any, pointer: str = "") -> Iterator[tuple[str, dict[str, 
         if keyword in _SCHEMAS:
             yield from subschemas(value, f"{pointer}/{keyword}")
         elif keyword in _NAMED_SCHEMAS and isinstance(value, dict):
-            for name, named in value.items():
-                yield from subschemas(named, f"{pointer}/{keyword}/{escape(name)}")
+            for name, named_schemas in value.items():
+                yield from subschemas(named_schemas, f"{pointer}/{keyword}/{escape(name)}")
 
 
 def escape(name: str) -> str:

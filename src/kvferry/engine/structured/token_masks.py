@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections import abc
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -30,7 +30,7 @@ class TokenMasks:
         self._vocab_size = vocab_size
         self._thread = ThreadPool(1, name="token-masks")
 
-    def begin(self, sequences: Rows[Sequence]) -> Future[Masks] | None:
+    def begin(self, sequences: abc.Sequence[Sequence]) -> Future[Masks] | None:
         """Begin to fill the masks of these sequences; None: none of them has a grammar. Until the result is there,
         nothing else may use their matchers."""
         constrained = [sequence for sequence in sequences if sequence.matcher is not None]
@@ -40,7 +40,7 @@ class TokenMasks:
         """End the thread."""
         self._thread.shutdown(wait=True)
 
-    def _fill(self, sequences: Rows[Sequence]) -> Masks:
+    def _fill(self, sequences: abc.Sequence[Sequence]) -> Masks:
         masks = Masks()
         for sequence in sequences:
             assert sequence.matcher is not None  # `begin` has chosen them

@@ -74,8 +74,8 @@ class Watcher(Protocol):
     def line(self, name: str, text: str) -> None:
         """A line of a member's log."""
 
-    def progress(self, name: str, what: str, fraction: float) -> None:
-        """A member has done `fraction` (0 to 1) of its start, and is now doing `what`."""
+    def progress(self, name: str, phase: str, fraction: float) -> None:
+        """A member has done `fraction` (0 to 1) of its start, and is now doing `phase`."""
 
     def ready(self, name: str, url: str) -> None:
         """A member serves at `url`."""

@@ -19,7 +19,7 @@ class StartBackoff:
     """The reason why no member of a role is started now. `is_permanent`: none will be started later either, unless
     something changes."""
 
-    why: str
+    reason: str
     is_permanent: bool = False
 
 

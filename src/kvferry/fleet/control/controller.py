@@ -87,9 +87,9 @@ class Steps:
 
 class Controller:
     """Owns the record of failures. `attended`: a user waits until the fleet is up, and the controller ends if it cannot
-    come up. `waits`: if another controller leads the fleet, wait until it has ended. `follows`: this process also
-    copies a file into the ledger while this controller leads. `grace_s`: seconds that members have for running requests
-    when the fleet ends."""
+    come up. `wait_for_leadership`: if another controller leads the fleet, wait until it has ended.
+    `follows_file`: this process also copies a file into the ledger while this controller leads. `grace_s`: seconds that
+    members have for running requests when the fleet ends."""
 
     leave_s = 5.0
     """Maximum seconds in which a member that is no longer needed ends."""
@@ -103,8 +103,8 @@ class Controller:
         clock: Clock,
         *,
         attended: bool = False,
-        waits: bool = True,
-        follows: bool = False,
+        wait_for_leadership: bool = True,
+        follows_file: bool = False,
         grace_s: float = 35.0,
     ) -> None:
         self._ledger, self._backend, self._display = ledger, backend, display
@@ -116,7 +116,9 @@ class Controller:
         self._follower = SpecFollower(ledger, backend, self._failures)
         self._reporter = StatusReporter(ledger, display, clock)
         self._end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self._election = Election(ledger, backend, display, self._end, waits=waits, follows=follows)
+        self._election = Election(
+            ledger, backend, display, self._end, wait_for_leadership=wait_for_leadership, follows_file=follows_file
+        )
 
     # From the beginning to the end.
 
@@ -238,18 +240,18 @@ class Controller:
             *plan(fleet, [instance for instance in seen if instance.role != "router"], self._failures, now),
         ]
         by_name = {member.name: member for member in members}
-        taken = [step for step in steps if self._begin(step, by_name.get(step.name), running)]
+        begun_steps = [step for step in steps if self._begin(step, by_name.get(step.name), running)]
         staying = [member for member in members if member.name not in self._observer.stopping]
         self._hangs.follow(staying, seconds(fleet.failure.hang), running.group)
         is_moving = any(instance.phase in (Phase.STARTING, Phase.DRAINING) for instance in seen)
         is_stalled = not (steps or is_moving)
         trouble = self._backend.trouble
         self._report(FleetView(fleet, routers, members, seen, self._failures, is_stalled, trouble, now), desired.number)
-        return _BUSY_TICK_S if is_moving or taken else _SETTLED_TICK_S
+        return _BUSY_TICK_S if is_moving or begun_steps else _SETTLED_TICK_S
 
-    def _drain(self, name: str, why: str) -> None:
-        self._ledger.record("drain", name, why)
-        self._display.note(f"draining {name}: {why}")
+    def _drain(self, name: str, reason: str) -> None:
+        self._ledger.record("drain", name, reason)
+        self._display.note(f"draining {name}: {reason}")
         self._observer.draining.add(name)
 
     # Steps.
@@ -260,31 +262,31 @@ class Controller:
         match step:
             case Start() if self._backend.trouble:
                 return False
-            case Start(role=role, revision=revision, unit=unit, why=why):
+            case Start(role=role, revision=revision, unit=unit, reason=reason):
                 new = MemberSpec(name, role, revision, unit)
-                self._ledger.record("start", name, why)
+                self._ledger.record("start", name, reason)
                 self._display.starting([name])
                 observer.begin(new, self._clock.monotonic())
                 running.begin(self._start(new))
             case _ if member is None or name in observer.stopping:
                 return False
-            case Drain(why=why) if member.role == "router" or not observer.has_routers:
-                self._ledger.record("stop", name, why)
+            case Drain(reason=reason) if member.role == "router" or not observer.has_routers:
+                self._ledger.record("stop", name, reason)
                 observer.stopping.add(name)
                 running.begin(self._stop(name, self._grace_s))
-            case Drain(why=why):
+            case Drain(reason=reason):
                 if name in observer.draining:
                     return False
-                self._drain(name, why)
-            case StopMember(why=why, failed=failed):
-                self._ledger.record("stop", name, why)
+                self._drain(name, reason)
+            case StopMember(reason=reason, failed=failed):
+                self._ledger.record("stop", name, reason)
                 if failed:
-                    self._member_failed(member, why)
+                    self._member_failed(member, reason)
                 observer.stopping.add(name)
                 running.begin(self._stop(name, 0.0 if failed else self.leave_s))
-            case SwitchRole(role=role, why=why):
-                self._ledger.record("role", name, f"{role}: {why}")
-                self._display.note(f"{name} becomes {role}: {why}")
+            case SwitchRole(role=role, reason=reason):
+                self._ledger.record("role", name, f"{role}: {reason}")
+                self._display.note(f"{name} becomes {role}: {reason}")
                 observer.begin_role_switch(name)
                 fleet = self._follower.followed.fleet
                 if fleet.engine.kind == "sglang" and observer.has_routers:
@@ -301,12 +303,12 @@ class Controller:
             # Any error in one member's start must not end the controller of all members.
             if not isinstance(error, KvferryError):
                 logger.exception("%s cannot be started", member.name)
-            why = str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
             self._observer.starting.pop(member.name, None)
-            self._ledger.record("not started", member.name, why)
+            self._ledger.record("not started", member.name, reason)
             if not self._backend.trouble:
-                self._record_failure(member.role, member.revision, why)
-            self._log_failure_or_end(f"{member.name}: {why}")
+                self._record_failure(member.role, member.revision, reason)
+            self._log_failure_or_end(f"{member.name}: {reason}")
             self._backend.changed.set()
 
     async def _stop(self, name: str, grace_s: float) -> None:
@@ -335,7 +337,7 @@ class Controller:
             await self._wait_for(lambda: observer.is_drained(name), until, "not drained")
             observer.withdrawn.add(name)
             await self._wait_for(lambda: not observer.is_listed(name), until, "routers still know it")
-            await switch_server(member.url, role, self._clock, within_s=drain_s)
+            await switch_server(member.url, role, self._clock, total_timeout_s=drain_s)
             await self._assign(name, role)
         except NotSwitched as error:
             self._drain(name, f"does not become {role}: {error}")
@@ -350,26 +352,26 @@ class Controller:
                 raise NotSwitched(f"{why_not} in time")
             await asyncio.sleep(_BUSY_TICK_S)
 
-    async def _on_hung(self, name: str, why: str) -> None:
+    async def _on_hung(self, name: str, reason: str) -> None:
         member = next((member for member in self._backend.members() if member.name == name), None)
         if member is not None and member.state is MemberState.SERVING and name not in self._observer.stopping:
-            self._ledger.record("stop", name, why)
-            self._member_failed(member, why)
+            self._ledger.record("stop", name, reason)
+            self._member_failed(member, reason)
             self._observer.stopping.add(name)
             await self._stop(name, 0.0)
 
     # What fails.
 
-    def _member_failed(self, member: Member, why: str) -> None:
+    def _member_failed(self, member: Member, reason: str) -> None:
         self._last_failed = member
-        self._record_failure(member.role, member.revision, why)
+        self._record_failure(member.role, member.revision, reason)
         if self._attended and not self.is_up:
-            self.end(FleetFailed(member, why))
+            self.end(FleetFailed(member, reason))
         else:
-            logger.warning("%s %s", member.name, why)
+            logger.warning("%s %s", member.name, reason)
 
-    def _record_failure(self, role: MemberRole, revision: str, why: str) -> None:
-        failure = Failure(role, revision, self._clock.monotonic(), why)
+    def _record_failure(self, role: MemberRole, revision: str, reason: str) -> None:
+        failure = Failure(role, revision, self._clock.monotonic(), reason)
         record_failure(self._failures, failure, self._follower.followed.fleet.failure.crash_loop)
 
     def _log_failure_or_end(self, text: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 
 from kvferry.core.clock import Clock
-from kvferry.core.messages.traffic import Decided, FleetPlan, TrafficReport
+from kvferry.core.messages.traffic import FleetPlan, ScaleDecision, TrafficReport
 from kvferry.fleet.control.facts import ObservedInstance, Phase
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.scaling.predictor import LatencyTargets
@@ -45,7 +45,7 @@ class Scaling:
         self._wall_ahead_s = 0.0
         """Seconds by which the wall clock was ahead of the monotonic clock at the last reading."""
         self._decision: ScalingDecision | None = None
-        self._decisions = deque[Decided](maxlen=self.max_decisions)
+        self._decisions = deque[ScaleDecision](maxlen=self.max_decisions)
         self._starting: dict[str, float] = {}
         self._starts_s: float | None = None
 
@@ -104,7 +104,7 @@ class Scaling:
     @property
     def last_decision(self) -> str:
         """The last decision, in words; empty if there was none."""
-        return "" if self._decision is None else f"{self._decision.what}: {self._decision.why}"
+        return "" if self._decision is None else f"{self._decision.what}: {self._decision.reason}"
 
     # The decisions.
 
@@ -174,12 +174,12 @@ class Scaling:
     def _adopt_decision(self, decision: ScalingDecision, scale: ScaleSpec) -> None:
         before, self._decision = self._decision, decision
         changes = self._memory is None or decision.memory.counts != self._memory.counts
-        is_news = decision.what == "unreachable" and (before is None or before.what != decision.what)
-        if changes or is_news:
-            self._decisions.append(Decided(self._clock.wall(), decision.what, decision.why))
-            what = "recommend" if scale.recommend else "scale"
-            logger.info("%s: %s: %s", what, decision.what, decision.why)
-            self._ledger.record(what, decision.what, decision.why)
+        is_newly_unreachable = decision.what == "unreachable" and (before is None or before.what != decision.what)
+        if changes or is_newly_unreachable:
+            self._decisions.append(ScaleDecision(self._clock.wall(), decision.what, decision.reason))
+            action = "recommend" if scale.recommend else "scale"
+            logger.info("%s: %s: %s", action, decision.what, decision.reason)
+            self._ledger.record(action, decision.what, decision.reason)
         if decision.memory != self._memory:
             self._memory = decision.memory
             try:

@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class Election:
-    """One controller's leadership, from `win` until `close`. `waits`: if another controller leads, wait until it has
-    ended instead of giving up. `follows`: as in `LeaderRecord`. `ended`: is done once the controller is to end, which
-    also ends the waiting."""
+    """One controller's leadership, from `win` until `close`. `wait_for_leadership`: if another controller leads, wait
+    until it has ended instead of giving up. `follows_file`: as in `LeaderRecord`. `ended`: is done once the controller
+    is to end, which also ends the waiting."""
 
-    try_again_s = 0.5
+    retry_interval_s = 0.5
     """Seconds between two attempts to lead."""
 
     def __init__(
@@ -35,12 +35,12 @@ class Election:
         display: Display,
         ended: asyncio.Future[Any],
         *,
-        waits: bool,
-        follows: bool,
+        wait_for_leadership: bool,
+        follows_file: bool,
     ) -> None:
         self._ledger, self._backend, self._display = ledger, backend, display
-        self._ended, self._waits = ended, waits
-        self._local = ledger.leadership(follows=follows)
+        self._ended, self._waits_for_leadership = ended, wait_for_leadership
+        self._local = ledger.leadership(follows_file=follows_file)
         self._heartbeats: list[asyncio.Task[None]] = []
 
     async def win(self, refresh: Callable[[], DesiredState]) -> bool:
@@ -53,7 +53,7 @@ class Election:
         """Become the only controller of the fleet on this machine."""
         has_waited = False
         while not await self._local.try_acquire():
-            if not self._waits and self._ledger.has_controller:
+            if not self._waits_for_leadership and self._ledger.has_controller:
                 self._display.note("another controller looks after this fleet")
                 return False
             if not has_waited:
@@ -69,13 +69,13 @@ class Election:
         reported = (0, "")
         desired = refresh()
         while (leadership := self._backend.leadership) is not None and not await self._is_acquired(leadership):
-            why = f"{leadership.holder or 'another controller'} looks after this fleet"
-            if reported[1] != why:
-                self._display.note(f"{why}; waiting in case it ends")
-                self._ledger.record("waits", why=why)
-            if reported != (desired.number, why):
-                self._report_waiting(desired.number, why)
-                reported = desired.number, why
+            reason = f"{leadership.holder or 'another controller'} looks after this fleet"
+            if reported[1] != reason:
+                self._display.note(f"{reason}; waiting in case it ends")
+                self._ledger.record("waits", reason=reason)
+            if reported != (desired.number, reason):
+                self._report_waiting(desired.number, reason)
+                reported = desired.number, reason
             if await self._has_ended():
                 return False
             desired = refresh()
@@ -99,18 +99,18 @@ class Election:
     def _begin_heartbeat(self, leadership: Leadership) -> None:
         self._heartbeats.append(asyncio.create_task(leadership.heartbeat()))
 
-    def _report_waiting(self, number: int, why: str) -> None:
+    def _report_waiting(self, number: int, reason: str) -> None:
         """Replace the fleet's status, which the former leader on this machine has written, by one that says that this
         controller waits."""
-        trouble = f"{why}; changes made on this machine take effect only once its own controller leads"
+        trouble = f"{reason}; changes made on this machine take effect only once its own controller leads"
         pid = os.getpid()
         status = FleetStatus(SYSTEM_CLOCK.wall(), pid, number, "", {}, (), (trouble,), started=started_at(pid))
         with suppress(OSError):
             self._ledger.write_status(status)
 
     async def _has_ended(self) -> bool:
-        """Wait `try_again_s` before the next attempt. Returns True if the controller is to end."""
-        await asyncio.wait([self._ended], timeout=self.try_again_s)
+        """Wait `retry_interval_s` before the next attempt. Returns True if the controller is to end."""
+        await asyncio.wait([self._ended], timeout=self.retry_interval_s)
         return self._ended.done()
 
     async def remove(self) -> None:

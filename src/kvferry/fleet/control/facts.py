@@ -53,7 +53,7 @@ class Start:
     name: str
     role: MemberRole
     revision: str
-    why: str
+    reason: str
     unit: str = ""
 
 
@@ -62,7 +62,7 @@ class Drain:
     """Send an instance no new requests. It is stopped when its running requests have ended."""
 
     name: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StopMember:
     """End an instance now, and forget it. `failed`: it counts as a failure."""
 
     name: str
-    why: str
+    reason: str
     failed: bool = False
 
 
@@ -80,7 +80,7 @@ class SwitchRole:
 
     name: str
     role: MemberRole
-    why: str
+    reason: str
 
 
 Step = Start | Drain | StopMember | SwitchRole

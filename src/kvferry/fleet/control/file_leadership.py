@@ -22,22 +22,22 @@ from kvferry.fleet.processes.start_time import started_at
 
 
 class LeaderRecord(msgspec.Struct, frozen=True):
-    """The controller that leads. `started`: start time of its process, as `started_at` returns it. `beat`: time of its
-    last heartbeat, in seconds of the monotonic clock, which all processes of a machine share. `follows`: it keeps the
-    fleet as a file describes it."""
+    """The controller that leads. `start_ticks`: start time of its process, as `started_at` returns it.
+    `last_heartbeat_s`: time of its last heartbeat, in seconds of the monotonic clock, which all processes of a machine
+    share. `follows_file`: it keeps the fleet as a file describes it."""
 
     hung_s: ClassVar[float] = 20.0
     """Seconds without a heartbeat after which a controller counts as hung."""
 
     pid: int
-    started: int
-    beat: float
-    follows: bool = False
+    start_ticks: int = msgspec.field(name="started")
+    last_heartbeat_s: float = msgspec.field(name="beat")
+    follows_file: bool = msgspec.field(default=False, name="follows")
 
     @property
     def silent_s(self) -> float:
         """Seconds since the last heartbeat."""
-        return max(0.0, SYSTEM_CLOCK.monotonic() - self.beat)
+        return max(0.0, SYSTEM_CLOCK.monotonic() - self.last_heartbeat_s)
 
     @property
     def hangs(self) -> bool:
@@ -49,20 +49,21 @@ class LeaderRecord(msgspec.Struct, frozen=True):
         with suppress(OSError):
             descriptor = os.pidfd_open(self.pid)
             try:
-                if started_at(self.pid) == self.started:
+                if started_at(self.pid) == self.start_ticks:
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             finally:
                 os.close(descriptor)
 
 
 class FileLeadership(Leadership):
-    """The lock on the file at `path`, until `close` or the end of this process. `follows`: as in `LeaderRecord`."""
+    """The lock on the file at `path`, until `close` or the end of this process. `follows_file`: as in
+    `LeaderRecord`."""
 
-    beat_s = 1.0
+    heartbeat_interval_s = 1.0
     """Seconds between two heartbeats."""
 
-    def __init__(self, path: Path, *, follows: bool = False) -> None:
-        self._path, self._follows = path, follows
+    def __init__(self, path: Path, *, follows_file: bool = False) -> None:
+        self._path, self._follows_file = path, follows_file
         self._descriptor, self._started = -1, started_at(os.getpid())
 
     @property
@@ -85,15 +86,15 @@ class FileLeadership(Leadership):
         """Write the record of this process. Always writes the same number of bytes at the same offset, so that this
         also works on a full disk."""
         now = round(SYSTEM_CLOCK.monotonic(), 3)
-        text = msgspec.json.encode(LeaderRecord(os.getpid(), self._started, now, self._follows))
+        text = msgspec.json.encode(LeaderRecord(os.getpid(), self._started, now, self._follows_file))
         with suppress(OSError):
             os.pwrite(self._descriptor, text.ljust(128), 0)
 
     async def heartbeat(self) -> None:
-        """Write the record every `beat_s`. This stops when the event loop hangs."""
+        """Write the record every `heartbeat_interval_s`. This stops when the event loop hangs."""
         while self.is_held:
             self.write()
-            await asyncio.sleep(self.beat_s)
+            await asyncio.sleep(self.heartbeat_interval_s)
 
     async def release(self) -> None:
         """Release the lock, so that another controller may lead."""
@@ -159,9 +160,9 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _try_flock(descriptor: int, how: int) -> bool:
+def _try_flock(descriptor: int, operation: int) -> bool:
     try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

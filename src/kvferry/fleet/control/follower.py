@@ -18,7 +18,7 @@ class ChangeRefused:
     """Number of the change that cannot be carried out; 0: none was refused."""
 
     number: int = 0
-    why: str = ""
+    reason: str = ""
 
 
 class SpecFollower:
@@ -58,13 +58,13 @@ class SpecFollower:
             except ConfigError as error:
                 return self._refuse(desired.number, str(error), before)
             self._failures.clear()
-            self._ledger.record("changed", why=f"revision {desired.fleet.revision}")
+            self._ledger.record("changed", reason=f"revision {desired.fleet.revision}")
         self._desired, self.refused = desired, ChangeRefused()
         return desired
 
-    def _refuse(self, number: int, why: str, before: DesiredState) -> DesiredState:
-        if self.refused != ChangeRefused(number, why):
-            self.refused = ChangeRefused(number, why)
-            self._ledger.record("refused", why=why)
-            logger.warning("the desired state cannot be reached here: %s", why)
+    def _refuse(self, number: int, reason: str, before: DesiredState) -> DesiredState:
+        if self.refused != ChangeRefused(number, reason):
+            self.refused = ChangeRefused(number, reason)
+            self._ledger.record("refused", reason=reason)
+            logger.warning("the desired state cannot be reached here: %s", reason)
         return before

@@ -31,7 +31,7 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
 logger = logging.getLogger(__name__)
 
-_LOCKED_S, _TRY_AGAIN_S = 5.0, 0.02
+_LOCKED_S, _RETRY_INTERVAL_S = 5.0, 0.02
 """Maximum seconds to wait for another process that changes the desired state, which takes milliseconds; seconds between
 two attempts to lock it."""
 
@@ -56,7 +56,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     at: float
     what: str
     name: str = ""
-    why: str = ""
+    reason: str = msgspec.field(default="", name="why")
 
 
 class FleetStatus(msgspec.Struct, frozen=True):
@@ -120,16 +120,16 @@ class Ledger:
             self._replace("wanted.json", new)
         return new
 
-    def change(self, how: Callable[[DesiredState], DesiredFleet]) -> DesiredState:
-        """Set the desired fleet to the result of `how`, which is called with the current state, under the lock. Raises
-        `ConfigError` if there is no fleet, or it is to end."""
+    def change(self, change: Callable[[DesiredState], DesiredFleet]) -> DesiredState:
+        """Set the desired fleet to the result of `change`, which is called with the current state, under the lock.
+        Raises `ConfigError` if there is no fleet, or it is to end."""
         with self._changing():
             before = self.desired_state()
             if before.deleted:
                 raise ConfigError(
                     f"{before.fleet.name} is ending; once it has ended, `kvferry fleet apply` makes it anew"
                 )
-            new = _next_state(before, how(before))
+            new = _next_state(before, change(before))
             self._replace("wanted.json", new)
         return new
 
@@ -168,18 +168,18 @@ class Ledger:
 
     # The history and the status.
 
-    def record(self, what: str, name: str = "", why: str = "") -> None:
+    def record(self, action: str, name: str = "", reason: str = "") -> None:
         """Append an event to the history. If this fails, it is only logged: a history that cannot be written must not
         prevent steps."""
-        logger.debug("%s", " ".join(filter(None, (what, name, why))))
+        logger.debug("%s", " ".join(filter(None, (action, name, reason))))
         try:
-            self._append(what, name, why)
+            self._append(action, name, reason)
         except OSError as error:
             logger.warning("the history cannot be written: %s", error)
 
-    def _append(self, what: str, name: str, why: str) -> None:
+    def _append(self, action: str, name: str, reason: str) -> None:
         path = self.folder / "history.jsonl"
-        line = msgspec.json.encode(Event(SYSTEM_CLOCK.wall(), what, name, why)) + b"\n"
+        line = msgspec.json.encode(Event(SYSTEM_CLOCK.wall(), action, name, reason)) + b"\n"
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(descriptor, line)
@@ -234,13 +234,13 @@ class Ledger:
         seen, holder = self.status(), self.controller
         if seen is None or holder is None or holder.hangs:
             return None
-        return seen if (seen.pid, seen.started) == (holder.pid, holder.started) else None
+        return seen if (seen.pid, seen.started) == (holder.pid, holder.start_ticks) else None
 
     # The leadership.
 
-    def leadership(self, *, follows: bool = False) -> FileLeadership:
-        """The leadership on this machine, not acquired yet. `follows`: as in `LeaderRecord`."""
-        return FileLeadership(self._lock, follows=follows)
+    def leadership(self, *, follows_file: bool = False) -> FileLeadership:
+        """The leadership on this machine, not acquired yet. `follows_file`: as in `LeaderRecord`."""
+        return FileLeadership(self._lock, follows_file=follows_file)
 
     def try_acquire(self) -> FileLeadership | None:
         """The acquired leadership; None: another controller has it. Raises `OSError`."""
@@ -269,7 +269,7 @@ class Ledger:
             while (descriptor := lock_file(self.folder / "wanted.lock")) is None:
                 if SYSTEM_CLOCK.monotonic() > deadline:
                     raise ConfigError(f"another process has been changing {self.folder} for {_LOCKED_S:g} s; try again")
-                time.sleep(_TRY_AGAIN_S)
+                time.sleep(_RETRY_INTERVAL_S)
             try:
                 yield
             finally:

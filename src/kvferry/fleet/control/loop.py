@@ -153,17 +153,17 @@ class _PlanRound:
         missing = {kind: num - self._num[kind] for kind, num, _ in self._kinds}
         room = {kind: max_num - self._num_leaving[kind] - self._num[kind] for kind, _, max_num in self._kinds}
         for role, role_spec in self._fleet.role.items():
-            able = [
+            replicas = [
                 replica
                 for replica in self._of_kind(role)
                 if (replica.phase, replica.revision) == (Phase.READY, self._revision)
             ]
-            able.sort(key=_drain_order)
+            replicas.sort(key=_drain_order)
             for other in role_spec.can_be:
-                for replica in able[: max(0, min(-missing[role], missing.get(other, 0), room.get(other, 0)))]:
-                    able.remove(replica)
-                    why = f"{role} has {-missing[role]} too many, {other} {missing[other]} too few"
-                    self.steps.append(SwitchRole(replica.members[0].name, other, why))
+                for replica in replicas[: max(0, min(-missing[role], missing.get(other, 0), room.get(other, 0)))]:
+                    replicas.remove(replica)
+                    reason = f"{role} has {-missing[role]} too many, {other} {missing[other]} too few"
+                    self.steps.append(SwitchRole(replica.members[0].name, other, reason))
                     self._drop(replica)
                     self._add(replace(replica, kind=other, phase=Phase.STARTING, since=self._now))
                     missing[role] += 1
@@ -188,7 +188,7 @@ class _PlanRound:
                 if surplus > 0 and (
                     not is_ready or num_ready > desired
                 ):  # a replica that starts does not replace it yet
-                    self._remove(replica, f"{desired} wanted, {len(replicas)} there")
+                    self._remove(replica, f"{desired} desired, {len(replicas)} exist")
                     surplus, num_ready = surplus - 1, num_ready - is_ready
 
     def fill(self) -> None:
@@ -197,21 +197,21 @@ class _PlanRound:
             self._complete(replica)
         for kind, desired, max_num in self._kinds:
             for _ in range(min(desired, max_num - self._num_leaving[kind]) - self._num[kind]):
-                if not self._start(kind, f"{desired} wanted"):
+                if not self._start(kind, f"{desired} desired"):
                     break
 
     def roll(self) -> None:
         """Replace replicas of old revisions: start as many new ones as allowed, and drain old ones that are not
         needed."""
-        why = f"revision {self._revision} is wanted"
+        reason = f"revision {self._revision} is desired"
         for replica in [old for old in self._old() if old.phase is Phase.STARTING]:
-            self._remove(replica, why)
+            self._remove(replica, reason)
         if not self._old():
             return
         desired = {kind: num for kind, num, _ in self._kinds if num}
         room = {kind: min(num + self._fleet.roll.surge, max_num) for kind, num, max_num in self._kinds}
         while kinds := [kind for kind in desired if self._may_surge(kind, desired, room[kind])]:
-            if not self._start(min(kinds, key=lambda kind: self._num_updated[kind] / desired[kind]), why):
+            if not self._start(min(kinds, key=lambda kind: self._num_updated[kind] / desired[kind]), reason):
                 return  # no further replicas are drained while new ones fail
         min_effective = {kind: num - self._fleet.roll.unavailable for kind, num in desired.items()}
         ready = _Ready(
@@ -225,7 +225,7 @@ class _PlanRound:
             if (replica.kind, replica.revision) in needed:
                 continue
             if ready.try_remove(replica):
-                self._remove(replica, why)
+                self._remove(replica, reason)
                 needed.clear()
             else:
                 needed.add((replica.kind, replica.revision))
@@ -248,18 +248,18 @@ class _PlanRound:
 
     # Steps.
 
-    def _start(self, kind: str, why: str) -> bool:
+    def _start(self, kind: str, reason: str) -> bool:
         """Start one more replica, unless failures forbid it."""
         roles = self._roles(kind)
         if any(map(self._is_backed_off, roles)):
             return False
         self._add(Replica(kind, self._revision, Phase.STARTING, self._now, ()))
         if self._fleet.unit is None:
-            self._start_members(roles[0], roles[0], 1, why)
+            self._start_members(roles[0], roles[0], 1, reason)
         else:
             unit = self._free_name(UNIT)
             for role, num in self._fleet.unit.members.items():
-                self._start_members(f"{unit}-{role}", role, num, why, unit)
+                self._start_members(f"{unit}-{role}", role, num, reason, unit)
         return True
 
     def _complete(self, replica: Replica) -> None:
@@ -272,23 +272,23 @@ class _PlanRound:
             if lacking > 0 and not self._is_backed_off(role):
                 self._start_members(f"{unit}-{role}", role, lacking, f"{unit} lacks {lacking}", unit)
 
-    def _start_members(self, prefix: str, role: MemberRole, number: int, why: str, unit: str = "") -> None:
+    def _start_members(self, prefix: str, role: MemberRole, number: int, reason: str, unit: str = "") -> None:
         for _ in range(number):
-            self.steps.append(Start(self._free_name(prefix), role, self._revision, why, unit))
+            self.steps.append(Start(self._free_name(prefix), role, self._revision, reason, unit))
 
-    def _remove(self, replica: Replica, why: str, *, failed: bool = False) -> None:
+    def _remove(self, replica: Replica, reason: str, *, failed: bool = False) -> None:
         """Drain a replica's members; those that do not serve yet are stopped."""
         self._drop(replica)
         self._num_leaving[replica.kind] += 1
         for member in replica.members:
             if failed:
-                self._fail(member, why)
+                self._fail(member, reason)
             else:
-                self.steps.append((StopMember if member.phase is Phase.STARTING else Drain)(member.name, why))
+                self.steps.append((StopMember if member.phase is Phase.STARTING else Drain)(member.name, reason))
 
-    def _fail(self, member: ObservedInstance, why: str) -> None:
-        self.steps.append(StopMember(member.name, why, failed=True))
-        self._failures.append(Failure(member.role, member.revision, self._now, why))
+    def _fail(self, member: ObservedInstance, reason: str) -> None:
+        self.steps.append(StopMember(member.name, reason, failed=True))
+        self._failures.append(Failure(member.role, member.revision, self._now, reason))
 
     def _roles(self, kind: str) -> tuple[MemberRole, ...]:
         return tuple(self._fleet.unit.members) if self._fleet.unit is not None else (kind,)  # type: ignore[return-value]

@@ -51,8 +51,8 @@ class Observer:
         self._adopted = {member.name for member in members if member.state is MemberState.SERVING}
         routers = routers_of(members)
         for router in routers:
-            if why := await self._router_client.rejection_reason(router):
-                raise ConfigError(f"the router of this fleet at {router} {why}")
+            if reason := await self._router_client.rejection_reason(router):
+                raise ConfigError(f"the router of this fleet at {router} {reason}")
         urls = {member.name: member.url for member in members}
         for router in routers:
             if (shown := await self._router_client.views(router)) is not None:

@@ -51,7 +51,7 @@ def read_recommended(path: Path) -> DesiredFleet:
 class Recommender:
     """Recommends the counts of one fleet. `registers_s`: see `REGISTERS_S`."""
 
-    look_s = 1.0
+    poll_interval_s = 1.0
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Recommender:
         """Recommend until cancelled. Raises `ConfigError` for a router with another token."""
         while True:
             await self.look()
-            await asyncio.sleep(self.look_s)
+            await asyncio.sleep(self.poll_interval_s)
 
     async def look(self) -> FleetPlan | None:
         """Do one round. Returns the plan that was sent to the routers. None: it is not known yet."""
@@ -122,8 +122,8 @@ class Recommender:
     async def _views(self) -> dict[str, Mapping[str, RouterInstanceView]]:
         """The instances of each router that answers, by name."""
         for router in [router for router in self._routers if router not in self._verified]:
-            if why := await self._router_client.rejection_reason(router):  # without its token, it shows no addresses
-                raise ConfigError(f"the router at {router} {why}")
+            if reason := await self._router_client.rejection_reason(router):  # without its token, it shows no addresses
+                raise ConfigError(f"the router at {router} {reason}")
         views = await asyncio.gather(*(self._router_client.views(router) for router in self._routers))
         answered = {
             router: router_views

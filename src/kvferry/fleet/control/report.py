@@ -73,8 +73,8 @@ class StatusReporter:
             self._up(view)
         given_up = [f"{role}: {status.failed}" for role, status in roles.items() if status.given_up]
         stalled = [] if any(status.failed for status in roles.values()) else _why_stalled(view)
-        refused_why = [f"the change is refused: {refused.why}"] if refused.number else []
-        lasting = (*refused_why, *given_up, *stalled)
+        refusal = [f"the change is refused: {refused.reason}"] if refused.number else []
+        lasting = (*refusal, *given_up, *stalled)
         return FleetStatus(
             at=self._clock.wall(),
             pid=os.getpid(),
@@ -100,7 +100,7 @@ class StatusReporter:
         if view.has_routers and view.instances.num_instances:
             self._display.members({member.name: member.url for member in view.members if member.role != "router"})
         self._display.up(view.url)
-        self._ledger.record("up", why=view.url)
+        self._ledger.record("up", reason=view.url)
 
 
 def is_hopeless(status: FleetStatus) -> bool:
@@ -128,7 +128,7 @@ def _role_status(fleet: DesiredFleet, view: FleetView) -> dict[str, RoleStatus]:
             updated=sum(status.revision == fleet.revision for status in ready),
             starting=sum(status.phase is Phase.STARTING for status in members),
             draining=sum(status.phase in (Phase.DRAINING, Phase.DRAINED) for status in members),
-            failed="" if held is None else held.why,
+            failed="" if held is None else held.reason,
             given_up=held is not None and held.is_permanent,
         )
     return statuses

@@ -43,16 +43,22 @@ class _Answer(msgspec.Struct):
 
 
 async def switch_server(
-    url: str, role: MemberRole, clock: Clock, *, within_s: float, timeout_s: float = 30.0, again_s: float = 0.25
+    url: str,
+    role: MemberRole,
+    clock: Clock,
+    *,
+    total_timeout_s: float,
+    timeout_s: float = 30.0,
+    retry_interval_s: float = 0.25,
 ) -> None:
-    """Switch the SGLang server at `url` to this role, once it is idle. The request is repeated every `again_s` while it
-    is not; each answer may take `timeout_s`. Raises `NotSwitched`, also when `within_s` is over.
+    """Switch the SGLang server at `url` to this role, once it is idle. The request is repeated every `retry_interval_s`
+    while it is not; each answer may take `timeout_s`. Raises `NotSwitched`, also when `total_timeout_s` is over.
 
     `decode_cuda_graph_memory_gb`: memory that must be free for CUDA graphs. A decode server captures graphs if it can,
     and serves without them otherwise.
     """
     body = msgspec.json.encode({"new_role": role, "decode_cuda_graph_memory_gb": 0.0})
-    deadline = clock.monotonic() + within_s
+    deadline = clock.monotonic() + total_timeout_s
     try:
         async with HttpClient(client_name="the fleet's controller") as client:
             while True:
@@ -64,11 +70,11 @@ async def switch_server(
                     answer = msgspec.json.decode(content, type=_Answer)
                 if status == 200 and answer.success:
                     return
-                why = answer.message or content[:300].decode(errors="replace")
+                reason = answer.message or content[:300].decode(errors="replace")
                 is_busy = answer.safe_to_restore and "not idle" in answer.message
                 if not is_busy or clock.monotonic() >= deadline:
-                    raise NotSwitched(f"POST {_PATH} is answered with {status}: {why}")
-                await asyncio.sleep(again_s)
+                    raise NotSwitched(f"POST {_PATH} is answered with {status}: {reason}")
+                await asyncio.sleep(retry_interval_s)
     except NotSwitched:
         raise
     except KvferryError as error:

@@ -147,10 +147,10 @@ class RouterClient:
             return None
 
     async def _ask(self, router: str, method: str, body: bytes | None) -> Mapping[str, RouterInstanceView] | None:
-        origin, within_s = Origin.parse(router), _SILENT_ROUTER_S if router in self._silent else _ASK_S
+        origin, timeout_s = Origin.parse(router), _SILENT_ROUTER_S if router in self._silent else _ASK_S
         try:
             status, _, answer = await self._client.ask(
-                origin, method, _PATH, purpose="operate", timeout_s=within_s, body=body, max_bytes=self.max_bytes
+                origin, method, _PATH, purpose="operate", timeout_s=timeout_s, body=body, max_bytes=self.max_bytes
             )
             if status != 200:
                 self._log_refusal(router, f"{method} {_PATH} with {status}: {answer[:300].decode(errors='replace')}")
@@ -162,10 +162,10 @@ class RouterClient:
             self._client.forget(origin)
             return None
 
-    def _log_refusal(self, router: str, how: str) -> None:
-        if self._refused.get(router) != how:
-            self._refused[router] = how
-            logger.warning("the router at %s answers %s", router, how)
+    def _log_refusal(self, router: str, refusal: str) -> None:
+        if self._refused.get(router) != refusal:
+            self._refused[router] = refusal
+            logger.warning("the router at %s answers %s", router, refusal)
 
 
 def _merged_views(answers: Sequence[Mapping[str, RouterInstanceView]]) -> Mapping[str, RouterInstanceView] | None:

@@ -59,14 +59,14 @@ def parse_cores(text: str, available: Sequence[int]) -> Cores:
         match = _RANGE.fullmatch(part.strip())
         if match is None:
             raise ConfigError(f"--cores: {part.strip()!r} is not a core or a range; write it as 0-3,8")
-        named = range(int(match[1]), int(match[2] or match[1]) + 1)
-        if not named:
+        core_range = range(int(match[1]), int(match[2] or match[1]) + 1)
+        if not core_range:
             raise ConfigError(f"--cores {text}: {part.strip()!r} is an empty range; write the lower number first")
-        foreign = next((core for core in named if core not in available), None)
+        foreign = next((core for core in core_range if core not in available), None)
         if foreign is not None:
             allowed = ", ".join(map(str, available))
             raise ConfigError(f"--cores {text}: core {foreign} cannot be used; this process may use {allowed}")
-        cores.update(named)
+        cores.update(core_range)
     return tuple(sorted(cores))
 
 

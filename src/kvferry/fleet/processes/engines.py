@@ -26,7 +26,7 @@ from kvferry.fleet.processes.vllm.ports import free_ports
 from kvferry.fleet.processes.vllm.resources import device_variables
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, Role, RoleSpec
 from kvferry.fleet.spec.kv_transfer import DEFAULT, InstanceRole, transfer_for_member
-from kvferry.fleet.spec.settings import InstanceSpec, Listen
+from kvferry.fleet.spec.settings import InstanceSettings, ListenSettings
 from kvferry.http.registrar import make_registrar
 from kvferry.http.server.config import HttpAccess
 from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
@@ -49,7 +49,7 @@ class InstancePlacement:
     number: int
     cores: Cores
     num_threads: int
-    listen: Listen
+    listen: ListenSettings
     settings: RoleSpec
     keys: Mapping[str, Any] = field(default_factory=dict)
     devices: Mapping[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class SharedSettings:
     """Settings of all instances of a fleet, for any engine. `hands_off`: True if they hand off KV, which they do behind
     routers."""
 
-    instances: InstanceSpec
+    instances: InstanceSettings
     hands_off: bool
     log: LogConfig = TEXT
     tls_ca: Path | None = None

@@ -100,13 +100,13 @@ class LogTail:
         if not has_served:
             self._first_cause.feed(line)
 
-    def explain(self, code: int | None, how: str, *, has_served: bool) -> Ended:
-        """The reason of its end, with this exit code. `how`: a description of the end, without the log."""
+    def explain(self, code: int | None, exit_text: str, *, has_served: bool) -> Ended:
+        """The reason of its end, with this exit code. `exit_text`: a description of the end, without the log."""
         if has_served:
-            return Ended(how)
+            return Ended(exit_text)
         if code == EXIT_USER_ERROR:
             for line in reversed(self.lines):
                 if line.startswith(ERROR_PREFIX):
                     return Ended(line.removeprefix(ERROR_PREFIX), is_misconfigured=True)
         cause = self._first_cause.text
-        return Ended(f"{how} while starting" + (f": {cause}" if cause else ""))
+        return Ended(f"{exit_text} while starting" + (f": {cause}" if cause else ""))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvferry.fleet.processes.process_settings import ProcessSettings, handed_over
+from kvferry.fleet.processes.process_settings import ProcessSettings, settings_descriptor
 from kvferry.fleet.processes.ready import READY_FLAG, StartProgress
 from kvferry.http.registrar import RegistrarConfig
 
@@ -74,7 +74,7 @@ class ProcessSpec:
         if self.settings is None:
             yield (*self.command, *ready), (messages, *self.descriptors)
             return
-        with handed_over(self.settings) as settings:
+        with settings_descriptor(self.settings) as settings:
             command = (*self.command, SETTINGS_FLAG, str(settings), *ready)
             yield command, (settings, messages, *self.descriptors)
 

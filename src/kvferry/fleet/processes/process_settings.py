@@ -1,5 +1,5 @@
 """Settings that a process of kvferry's is started with: one document, which a supervisor hands over in memory
-(`handed_over`) and the process decodes. It parses no flags, and no secret is in a command line."""
+(`settings_descriptor`) and the process decodes. It parses no flags, and no secret is in a command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.core.settings.model import Settings, decode, encode
 from kvferry.core.settings.options import read_value
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec.kv_transfer import InstanceRole
-from kvferry.fleet.spec.settings import InstanceSpec, Listen
+from kvferry.fleet.spec.settings import InstanceSettings, ListenSettings
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
@@ -36,8 +36,8 @@ class InstanceProcess(Settings, frozen=True, kw_only=True, tag="instance"):
 
     role: InstanceRole
     engine: EngineConfig
-    instance: InstanceSpec = InstanceSpec()
-    listen: Listen = Listen()
+    instance: InstanceSettings = InstanceSettings()
+    listen: ListenSettings = ListenSettings()
     log: LogConfig = LogConfig()
     access: HttpAccess = HttpAccess()
     limits: HttpLimits = HttpLimits()
@@ -54,7 +54,7 @@ class RouterProcess(Settings, frozen=True, kw_only=True, tag="router"):
     that it inherits and accepts connections on."""
 
     router: RouterConfig = RouterConfig()
-    listen: Listen = Listen()
+    listen: ListenSettings = ListenSettings()
     log: LogConfig = LogConfig()
     access: HttpAccess = HttpAccess()
     limits: HttpLimits = HttpLimits()
@@ -91,14 +91,14 @@ def with_values(settings: Document, values: Mapping[str, Any]) -> Document:
         part = getattr(settings, name)
         if isinstance(part, Settings):
             types = {field.name: field.type for field in msgspec.structs.fields(type(part))}
-            own = {key: read_value(key, value, types[key]) for key, value in values.items() if key in types}
-            if own:
-                parts[name] = msgspec.structs.replace(part, **own)
+            struct_values = {key: read_value(key, value, types[key]) for key, value in values.items() if key in types}
+            if struct_values:
+                parts[name] = msgspec.structs.replace(part, **struct_values)
     return msgspec.structs.replace(settings, **parts)
 
 
 @contextmanager
-def handed_over(settings: ProcessSettings) -> Iterator[int]:
+def settings_descriptor(settings: ProcessSettings) -> Iterator[int]:
     """A descriptor from which a child process reads the document. It is sealed memory: no process can change it, and no
     path leads to it."""
     descriptor = os.memfd_create("kvferry-settings", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -43,13 +43,13 @@ class ReadyWriter:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def progress(self, what: str, fraction: float) -> None:
+    def progress(self, phase: str, fraction: float) -> None:
         """Report how much of the start is done, 0 to 1."""
-        self._write(StartProgress(fraction, what))
+        self._write(StartProgress(fraction, phase))
 
-    def ready(self, about: Mapping[str, Any]) -> None:
-        """Report that requests are answered, at `about["url"]`; `about` may have a `health_url` too."""
-        self._write(InstanceReady(about["url"], about.get("health_url", "")))
+    def ready(self, description: Mapping[str, Any]) -> None:
+        """Report that requests are answered, at `about["url"]`; `description` may have a `health_url` too."""
+        self._write(InstanceReady(description["url"], description.get("health_url", "")))
 
     def _write(self, message: Message) -> None:
         with suppress(BrokenPipeError):

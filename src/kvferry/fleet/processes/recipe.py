@@ -36,7 +36,7 @@ from kvferry.fleet.processes.vllm.instances import VllmInstances
 from kvferry.fleet.processes.vllm.resources import DEVICES, own_devices_first
 from kvferry.fleet.spec.fleet_settings import FleetSettings, role_keys, settings_of
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec
-from kvferry.fleet.spec.settings import Listen
+from kvferry.fleet.spec.settings import ListenSettings
 from kvferry.fleet.spec.variables import flag_variables
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.registrar import make_registrar
@@ -191,13 +191,13 @@ class LocalRecipe:
         if self.fleet.engine.kind == "sglang":
             return SglangEngine(shared, self.fleet)
         if self.settings.choice.engine == "vllm":
-            splits = self.num_routers > 0 or "both" not in self.fleet.role
+            is_disaggregated = self.num_routers > 0 or "both" not in self.fleet.role
             servers = VllmInstances.from_settings(
                 self.settings.engine,
                 self.settings.choice,
                 self.settings.instance,
-                splits=splits,
-                number=self.num_instances,
+                is_disaggregated=is_disaggregated,
+                num_instances=self.num_instances,
                 for_dynamo=self.fleet.engine.kind == "dynamo",
             )
             return VllmEngine(shared, servers)
@@ -235,7 +235,7 @@ class RouterPlan:
     """
 
     router: RouterConfig
-    listen: Listen
+    listen: ListenSettings
     access: HttpAccess
     limits: HttpLimits
     instance_access: InstanceAccess

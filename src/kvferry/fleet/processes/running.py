@@ -16,7 +16,7 @@ from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.server.config import ServerConfig
 from kvferry.fleet.processes.process_settings import InstanceProcess, JoiningRankProcess, ProcessSettings, RouterProcess
 from kvferry.fleet.spec.kv_transfer import InstanceRole, require_registrable
-from kvferry.fleet.spec.settings import Listen
+from kvferry.fleet.spec.settings import ListenSettings
 from kvferry.http.registrar import make_registrar
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits
@@ -30,20 +30,20 @@ RUN_INSTANCE, RUN_RANK = "kvferry.engine.launch:run_instance", "kvferry.engine.e
 class Reporter(Protocol):
     """Receives the progress of a start."""
 
-    def progress(self, what: str, fraction: float) -> None:
-        """`fraction` (0 to 1) of the start is done; `what`: what is being done now."""
+    def progress(self, phase: str, fraction: float) -> None:
+        """`fraction` (0 to 1) of the start is done; `phase`: what is being done now."""
 
-    def ready(self, about: dict[str, Any]) -> None:
+    def ready(self, description: dict[str, Any]) -> None:
         """Requests are answered at `about["url"]`."""
 
 
 class NullReporter:
     """Reports nothing, because no process waits for the start."""
 
-    def progress(self, what: str, fraction: float) -> None:
+    def progress(self, phase: str, fraction: float) -> None:
         """Does nothing."""
 
-    def ready(self, about: dict[str, Any]) -> None:
+    def ready(self, description: dict[str, Any]) -> None:
         """Does nothing."""
 
 
@@ -59,7 +59,7 @@ def run_process(settings: ProcessSettings, reporter: Reporter) -> int:
             return _run_rank(settings)
 
 
-def http_settings(listen: Listen, access: HttpAccess, limits: HttpLimits) -> dict[str, Any]:
+def http_settings(listen: ListenSettings, access: HttpAccess, limits: HttpLimits) -> dict[str, Any]:
     """The fields of an `HttpConfig` for these settings."""
     return {
         **msgspec.structs.asdict(access),

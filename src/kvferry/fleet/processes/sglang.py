@@ -83,11 +83,11 @@ def sglang_server(
     flags += ["--enable-metrics"]  # by which the routers find out if a draining server still has requests
     if num_ranks > 1:
         flags += ["--tp-size", str(num_ranks)]
-    further = with_event_ports((*engine.args, *arguments), host)
+    all_arguments = with_event_ports((*engine.args, *arguments), host)
     bootstrap_port = free_ports(1, host)[0] if role == "prefill" or switches else None
     if role in ("prefill", "decode"):
         flags += ["--disaggregation-mode", role]
-        if not any(flag.partition("=")[0] == _BACKEND for flag in further):
+        if not any(flag.partition("=")[0] == _BACKEND for flag in all_arguments):
             flags += [_BACKEND, (engine.connector or SGLANG_BACKENDS)[0]]
     if switches:
         flags += ["--enable-pd-role-switch"]
@@ -96,7 +96,7 @@ def sglang_server(
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     return ProcessSpec(
         name=name,
-        command=(engine.python or sys.executable, "-m", "sglang.launch_server", *flags, *further),
+        command=(engine.python or sys.executable, "-m", "sglang.launch_server", *flags, *all_arguments),
         environment=environment,
         hidden=hidden,
         foreign=ExternalServer(url, _STEPS),

@@ -36,8 +36,8 @@ class Demand:
         counts = self._last(for_s)
         return sum(counts) / (len(counts) * self.bin_s) if counts else 0.0
 
-    def growth(self, recent_s: float, within_s: float) -> float:
-        """The factor, 1 or more, from the rate of the last `recent_s` to the rate in `within_s` from now. It is more
+    def growth(self, recent_s: float, horizon_s: float) -> float:
+        """The factor, 1 or more, from the rate of the last `recent_s` to the rate in `horizon_s` from now. It is more
         than 1 if a straight line through the last bins rises significantly, and fits them better than any single step
         from one rate to another. After a step, as when requests come after a pause, the rate stays as it is."""
         counts = np.asarray(self._last(self.trend_s))
@@ -53,7 +53,7 @@ class Demand:
         )
         if slope <= _SURE * error or _step_residual(counts) <= float((residual**2).sum()):
             return 1.0
-        ahead = (number - 1) / 2 + within_s / self.bin_s
+        ahead = (number - 1) / 2 + horizon_s / self.bin_s
         expected = (float(counts.mean()) + slope * ahead) / self.bin_s
         return min(max(1.0, expected / recent), self.max_growth)
 

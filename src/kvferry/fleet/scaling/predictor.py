@@ -142,8 +142,8 @@ class Predictor:
         if not num:
             ttft[is_handed_off] = 0.0
         elif len(service):
-            first_s = waits(self.workload.arrivals[is_handed_off], service, num) + service + self.times.first_token_s
-            ttft[is_handed_off] = first_s <= self.targets.ttft_s
+            ttfts_s = waits(self.workload.arrivals[is_handed_off], service, num) + service + self.times.first_token_s
+            ttft[is_handed_off] = ttfts_s <= self.targets.ttft_s
         return PoolPrediction(ttft, itl, load, np.zeros(len(is_handed_off)))
 
     def _with_overflow(self, num_prefill: int, num_decode: int) -> Vector:
@@ -154,7 +154,7 @@ class Predictor:
         answer_tokens = float(workload.output_tokens.mean())
         prefill, decode = [-math.inf] * num_prefill, [-math.inf] * num_decode  # when each has no prompt left; heaps
         chunk_s = times.prefill_token_s * times.chunk_tokens
-        first_s = np.zeros(len(answers))
+        shares = np.zeros(len(answers))
         for index, at in enumerate(workload.arrivals.tolist()):
             ends = max(at, prefill[0]) + float(self._prefill_s[index])
             decoded_at = max(at, decode[0]) + float(on_decode_s[index])
@@ -164,14 +164,14 @@ class Predictor:
                     self.targets.itl_s, float(step_s[index]), answer_tokens, float(answers[index]), decoded_at - at
                 )
                 if missed < 1.0:
-                    first_s[index] = 1.0 - missed
+                    shares[index] = 1.0 - missed
                     heapq.heapreplace(decode, decoded_at)
                     continue
             spare_s = ttft_s - (ends + times.first_token_s - at)
             # Measured times may be 0: prompts too short to take any on the clock.
-            first_s[index] = min(1.0, max(0.0, spare_s / chunk_s)) if chunk_s else float(spare_s >= 0.0)
+            shares[index] = min(1.0, max(0.0, spare_s / chunk_s)) if chunk_s else float(spare_s >= 0.0)
             heapq.heapreplace(prefill, ends)
-        return first_s
+        return shares
 
     def _decodes(self, num: int, from_tokens: float) -> PoolPrediction:
         times, workload = self.times, self.workload
@@ -181,11 +181,11 @@ class Predictor:
             return PoolPrediction(np.where(whole, 0.0, 1.0), np.zeros(len(whole)), load, np.zeros(len(whole)))
         prompts = np.where(whole, workload.prompt_tokens, 0.0)
         begins = workload.arrivals + np.where(whole, 0.0, self._prefill_s)
-        first_s, answer_s = answer(begins, prompts, workload.output_tokens, num, times)
+        ttfts_s, answer_s = answer(begins, prompts, workload.output_tokens, num, times)
         begun = np.searchsorted(np.sort(begins), workload.arrivals, side="right")
-        ended = np.searchsorted(np.sort(begins + first_s + answer_s), workload.arrivals, side="right")
-        first_s += np.where(whole, 0.0, self._prefill_s + times.first_token_s)  # of those that wait for a place
-        ttft = np.where(first_s <= self.targets.ttft_s, 1.0, 0.0)
+        ended = np.searchsorted(np.sort(begins + ttfts_s + answer_s), workload.arrivals, side="right")
+        ttfts_s += np.where(whole, 0.0, self._prefill_s + times.first_token_s)  # of those that wait for a place
+        ttft = np.where(ttfts_s <= self.targets.ttft_s, 1.0, 0.0)
         answer_s += np.where(whole, 0.0, times.hand_off_s)
         itl = (answer_s <= self.targets.itl_s * workload.output_tokens) | (workload.output_tokens <= 1.0)
         return PoolPrediction(ttft, np.where(itl, 1.0, 0.0), load, (begun - ended) / num)

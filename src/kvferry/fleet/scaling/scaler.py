@@ -101,7 +101,7 @@ class ScalingDecision:
 
     memory: ScalingMemory
     what: What
-    why: str
+    reason: str
     attained: float | None = None
 
 
@@ -119,8 +119,8 @@ def decide(
     if rules.idle_s and measured.idle_s >= rules.idle_s and rules.allows(NOTHING):
         return _changed(memory, NOTHING, now, "zero", f"no request for {measured.idle_s:.0f} s")
     if measured.workload is None or measured.times is None or measured.num_known < rules.least_requests:
-        why = f"of the {rules.least_requests} requests that it takes to decide, {measured.num_known} are known"
-        return ScalingDecision(memory, "measure", why)
+        reason = f"of the {rules.least_requests} requests that it takes to decide, {measured.num_known} are known"
+        return ScalingDecision(memory, "measure", reason)
     outlook = Forecast(rules, expected_workloads(measured.workload, measured.demand, seen.starts_s), measured.times)
     expected = outlook.best(current)
     if expected.attained < rules.goal:
@@ -190,17 +190,17 @@ def _scale_up(
         if rules.price(cheapest) > price and attained.is_known(rules) and attained.share >= rules.goal:
             other = _cheapest_that_holds(rules, outlook, current, candidates)
             if other is not None and rules.price(other) == price:  # switching roles is enough
-                why = f"{percent(attained.share)} % were kept: {outlook.describe(current, expected)}"
-                return ScalingDecision(memory, "hold", why, expected.attained)
-        what: What = "role" if rules.price(cheapest) == price else "start"
-        why = f"{instead}; {percent(expected.attained)} % with {current}"
-        return _changed(memory, cheapest, now, what, why, outlook.best(cheapest).attained)
+                reason = f"{percent(attained.share)} % were kept: {outlook.describe(current, expected)}"
+                return ScalingDecision(memory, "hold", reason, expected.attained)
+        action: What = "role" if rules.price(cheapest) == price else "start"
+        reason = f"{instead}; {percent(expected.attained)} % with {current}"
+        return _changed(memory, cheapest, now, action, reason, outlook.best(cheapest).attained)
     target = next((each for each in (current, *reachable) if _is_close_to(outlook.best(each), best_possible)), nearest)
     best = outlook.describe(target, outlook.best(target))
-    why = f"{100 * rules.goal:g} % cannot be kept within the limits; the best is {best}"
+    reason = f"{100 * rules.goal:g} % cannot be kept within the limits; the best is {best}"
     if target == current:
-        return ScalingDecision(memory, "unreachable", why, expected.attained)
-    return _changed(memory, target, now, "unreachable", why, outlook.best(target).attained)
+        return ScalingDecision(memory, "unreachable", reason, expected.attained)
+    return _changed(memory, target, now, "unreachable", reason, outlook.best(target).attained)
 
 
 def _is_close_to(prediction: Prediction, best: Prediction) -> bool:
@@ -253,8 +253,8 @@ def _scale_down(
     if target is None:
         return None
     attained = outlook.best(target)
-    why = f"{outlook.describe(target, attained)}; {current} are not needed"
-    return _changed(memory, target, now, "release", why, attained.attained)
+    reason = f"{outlook.describe(target, attained)}; {current} are not needed"
+    return _changed(memory, target, now, "release", reason, attained.attained)
 
 
 def _wake(rules: ScalingRules, memory: ScalingMemory, measured: MeasuredTraffic, now: float) -> ScalingDecision:
@@ -265,7 +265,7 @@ def _wake(rules: ScalingRules, memory: ScalingMemory, measured: MeasuredTraffic,
 
 
 def _changed(
-    memory: ScalingMemory, target: Counts, now: float, what: What, why: str, attained: float | None = None
+    memory: ScalingMemory, target: Counts, now: float, action: What, reason: str, attained: float | None = None
 ) -> ScalingDecision:
     new = msgspec.structs.replace(memory, prefill=target.prefill, decode=target.decode, changed_at=now)
-    return ScalingDecision(new, what, f"{memory.counts} → {target}: {why}", attained)
+    return ScalingDecision(new, action, f"{memory.counts} → {target}: {reason}", attained)

@@ -129,8 +129,8 @@ def fit_answers(answers: Sequence[tuple[float, float, float]]) -> tuple[float, f
         beyond = (seconds - terms @ solution) * weight
         if len(rows) < 20 or not len(beyond):
             break
-        taken = np.maximum(terms @ solution, 1e-9)
-        waited = np.quantile(seconds / taken, 0.9) > _WAITED * np.quantile(seconds / taken, 0.25)
+        predicted = np.maximum(terms @ solution, 1e-9)
+        waited = np.quantile(seconds / predicted, 0.9) > _WAITED * np.quantile(seconds / predicted, 0.25)
         is_kept = beyond <= np.quantile(beyond, 0.5 if waited else 0.99)
         rows, terms, seconds, weight = rows[is_kept], terms[is_kept], seconds[is_kept], weight[is_kept]
         solution = _not_negative(terms, seconds, weight)

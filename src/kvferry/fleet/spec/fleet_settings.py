@@ -36,7 +36,7 @@ from kvferry.fleet.spec.keys import (
     settings_from,
 )
 from kvferry.fleet.spec.restart import RestartPolicy
-from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import EngineChoice, FleetShapeSettings, InstanceSettings, ListenSettings
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
@@ -48,11 +48,11 @@ from kvferry.router.config import RouterConfig
 class FleetSettings:
     """The settings of all processes of a fleet, as the flags of `kvferry serve` give them."""
 
-    spec: FleetSpec
+    spec: FleetShapeSettings
     engine: EngineConfig
-    instance: InstanceSpec = field(default_factory=InstanceSpec)
+    instance: InstanceSettings = field(default_factory=InstanceSettings)
     router: RouterConfig = field(default_factory=RouterConfig)
-    listen: Listen = field(default_factory=Listen)
+    listen: ListenSettings = field(default_factory=ListenSettings)
     choice: EngineChoice = field(default_factory=EngineChoice)
     log: LogConfig = field(default_factory=LogConfig)
     access: HttpAccess = field(default_factory=HttpAccess)
@@ -64,8 +64,8 @@ class FleetSettings:
 def fleet_of(name: str, settings: FleetSettings) -> DesiredFleet:
     """The fleet with these settings."""
     spec, engine, listen, choice = settings.spec, settings.engine, settings.listen, settings.choice
-    is_ours = choice.engine == "kvferry"
-    if not is_ours:
+    is_own_engine = choice.engine == "kvferry"
+    if not is_own_engine:
         refuse_own_flags(engine, choice.engine)
     roles: dict[MemberRole, RoleSpec] = {"both": RoleSpec()}
     if spec.is_split:
@@ -92,7 +92,7 @@ def fleet_of(name: str, settings: FleetSettings) -> DesiredFleet:
                 **changed(listen, without=("host", "port")),
                 **tls_ca,
             },
-            engine=changed(engine, without=("model",)) if is_ours else {},
+            engine=changed(engine, without=("model",)) if is_own_engine else {},
             router={
                 **changed(settings.router, without=("workers",)),
                 **changed(settings.access, without=("tls_ca",)),
@@ -104,7 +104,7 @@ def fleet_of(name: str, settings: FleetSettings) -> DesiredFleet:
     return check_fleet(fleet)
 
 
-def engine_of(choice: EngineChoice, instance: InstanceSpec) -> EngineSpec:
+def engine_of(choice: EngineChoice, instance: InstanceSettings) -> EngineSpec:
     """The engine that the settings describe."""
     return EngineSpec(
         kind=choice.engine,
@@ -138,14 +138,14 @@ def settings_of(fleet: DesiredFleet) -> FleetSettings:
         if is_vllms
         else EngineChoice()
     )
-    listen = {**values[Listen], "host": fleet.router.host, "port": fleet.router.port}
-    instance = {**values[InstanceSpec], **({"kv_transfer_config": transfer} if transfer else {})}
+    listen = {**values[ListenSettings], "host": fleet.router.host, "port": fleet.router.port}
+    instance = {**values[InstanceSettings], **({"kv_transfer_config": transfer} if transfer else {})}
     return FleetSettings(
-        spec=settings_from(FleetSpec, "", values[FleetSpec]),
+        spec=settings_from(FleetShapeSettings, "", values[FleetShapeSettings]),
         engine=settings_from(EngineConfig, "engine", {**values[EngineConfig], "model": fleet.model}),
-        instance=settings_from(InstanceSpec, "", instance),
+        instance=settings_from(InstanceSettings, "", instance),
         router=settings_from(RouterConfig, "router", values[RouterConfig]),
-        listen=settings_from(Listen, "", listen),
+        listen=settings_from(ListenSettings, "", listen),
         choice=choice,
         log=settings_from(LogConfig, "", values[LogConfig]),
         access=settings_from(HttpAccess, "router", values[HttpAccess]),
@@ -188,7 +188,7 @@ def log_config(fleet: DesiredFleet) -> LogConfig:
 
 def grace_of(fleet: DesiredFleet) -> float:
     """Seconds that members have for running requests when everything ends. Raises `ConfigError`."""
-    return settings_from(Listen, "", _values(fleet)[Listen]).grace_s
+    return settings_from(ListenSettings, "", _values(fleet)[ListenSettings]).grace_s
 
 
 def connectors_json(names: tuple[str, ...]) -> str:

@@ -153,7 +153,7 @@ class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     members: dict[Role, Positive]
     """Instances of each role in one unit, such as { prefill = 1, decode = 2 }."""
     count: Number = 1
-    """Units wanted."""
+    """Desired number of units."""
     max: Number | None = None
     """No more are ever there, those that a roll starts in advance included. Default: `count`, and those."""
     place: Literal["same-host", "pack", "spread"] = "same-host"
@@ -208,11 +208,11 @@ class ScaleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fewest_per_decode: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Minimum number of prefill instances for each decode instance."""
     most_per_decode: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Maximum number of prefill instances for each decode instance. Default: any number."""
+    """Maximum number of prefill instances for each decode instance. Default: no maximum."""
     aggregate: bool = False
     """There may be no prefill instance, so that decode instances compute all prompts; `min` of prefill must be 0."""
     interval: Duration = "5s"
-    """How often it is decided."""
+    """Time between two decisions."""
     cool_down: Duration = "2m"
     """Time after a change in which no instance is released."""
     hold: Duration = "15m"
@@ -337,10 +337,13 @@ def read_fleet(path: Path) -> DesiredFleet:
 
 def _warn_of_arguments(path: Path, fleet: DesiredFleet) -> None:
     """Warn of flags of kvferry's own processes in `args`, which are still read."""
-    own = {"router": fleet.router.args, "": fleet.args}
+    arguments_by_table = {"router": fleet.router.args, "": fleet.args}
     if fleet.engine.kind == "kvferry":
-        own |= {"engine": fleet.engine.args, **{f"role.{name}": role.args for name, role in fleet.role.items()}}
-    for where, arguments in own.items():
+        arguments_by_table |= {
+            "engine": fleet.engine.args,
+            **{f"role.{name}": role.args for name, role in fleet.role.items()},
+        }
+    for where, arguments in arguments_by_table.items():
         if arguments:
             table = f"[{where}]" if where else "the spec"
             logger.warning(
@@ -409,8 +412,8 @@ def _keys(spec: Mapping[str, Any]) -> TypedKeys:
     )
     kind = tables["engine"].get("kind", "kvferry")
     if kind != "kvferry":
-        own = {"engine": keys.engine, **{f"role.{role}": values for role, values in keys.role.items()}}
-        for where, values in own.items():
+        engine_tables = {"engine": keys.engine, **{f"role.{role}": values for role, values in keys.role.items()}}
+        for where, values in engine_tables.items():
             for name in values:
                 raise ConfigError(f"{where}.{name} is of kvferry's own engine; flags of {kind} go into {where}.args")
     return keys
@@ -432,13 +435,13 @@ def _read(kind: type[Table], where: str, table: Mapping[str, Any], keys: KeyTabl
 
 def _require_no_keys(fleet: DesiredFleet) -> None:
     """Raise `ConfigError` for an API key in a spec: a spec is not secret, and in Kubernetes it is a ConfigMap."""
-    of_ours = {
+    engine_tables = {
         "engine.args": fleet.engine.args,
         **{f"role.{name}.args": role.args for name, role in fleet.role.items()},
     }
     tables = {"args": fleet.args, "router.args": fleet.router.args}
-    for where, arguments in (tables | of_ours).items():
-        is_vllms = fleet.engine.kind in ("vllm", "dynamo") and where in of_ours
+    for where, arguments in (tables | engine_tables).items():
+        is_vllms = fleet.engine.kind in ("vllm", "dynamo") and where in engine_tables
         for flag in filter(None, map(vllm_key_flag if is_vllms else own_key_flag, arguments)):
             instead = f"name a file with {flag}-file"
             if is_vllms:
@@ -447,7 +450,7 @@ def _require_no_keys(fleet: DesiredFleet) -> None:
                 f"{where}: {flag} is a secret, and a spec is none: {instead}, or in Kubernetes a"
                 " Secret in backend.kubernetes.pod.ROLE.secrets"
             )
-    all_texts = {"engine.kv_transfer_config": (fleet.engine.kv_transfer_config,), **tables, **of_ours}
+    all_texts = {"engine.kv_transfer_config": (fleet.engine.kv_transfer_config,), **tables, **engine_tables}
     for where, values in fleet.keys.tables().items():
         all_texts[where or "the spec"] = tuple(value for value in values.values() if isinstance(value, str))
     for where, texts in all_texts.items():

@@ -17,7 +17,7 @@ from kvferry.core.settings.flags import Kind, read_flags
 from kvferry.core.settings.model import Settings, SettingsField, settings_fields, to_builtins
 from kvferry.core.settings.options import read_options, read_value
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import FleetShapeSettings, InstanceSettings, ListenSettings
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
@@ -83,10 +83,22 @@ ROUTER_KEYS = KeyTable(
     (RouterConfig, HttpLimits, InstanceAccess, HttpAccess),
     without=("declared", "tls_ca"),
 )
-FLEET_KEYS = KeyTable((LogConfig, Listen, FleetSpec, InstanceSpec, HttpAccess), ("kv_transfer_config",), ("tls_ca",))
-ROLE_KEYS = KeyTable((EngineConfig, InstanceSpec, Listen, LogConfig, HttpAccess, HttpLimits), ("tensor_parallel_size",))
+FLEET_KEYS = KeyTable(
+    (LogConfig, ListenSettings, FleetShapeSettings, InstanceSettings, HttpAccess), ("kv_transfer_config",), ("tls_ca",)
+)
+ROLE_KEYS = KeyTable(
+    (EngineConfig, InstanceSettings, ListenSettings, LogConfig, HttpAccess, HttpLimits), ("tensor_parallel_size",)
+)
 
-ENGINE_KINDS: tuple[Kind, ...] = (EngineConfig, InstanceSpec, FleetSpec, LogConfig, Listen, HttpAccess, HttpLimits)
+ENGINE_KINDS: tuple[Kind, ...] = (
+    EngineConfig,
+    InstanceSettings,
+    FleetShapeSettings,
+    LogConfig,
+    ListenSettings,
+    HttpAccess,
+    HttpLimits,
+)
 ROUTER_KINDS: tuple[Kind, ...] = (RouterConfig, InstanceAccess)
 
 

@@ -149,7 +149,7 @@ def read_kubernetes(table: Mapping[str, Any]) -> KubernetesSpec:
 
 def _require_variable(where: str, name: str) -> None:
     if name in _SET_FOR_EACH:
-        how = "put the token into a Secret, and its name into token_secret" if name == AUTH_TOKEN else "leave it out"
-        raise ConfigError(f"{where}.{name} is set for each pod by itself; {how}")
+        remedy = "put the token into a Secret, and its name into token_secret" if name == AUTH_TOKEN else "leave it out"
+        raise ConfigError(f"{where}.{name} is set for each pod by itself; {remedy}")
     if not _VARIABLE.fullmatch(name):
         raise ConfigError(f"{where}: {name!r} is no name of an environment variable")

@@ -46,7 +46,12 @@ def require_registrable(config: KVTransferConfig, role: Role) -> None:
     """Raise `ConfigError` if the `kv_role` of an instance, or of its connector that hands off, excludes the role for
     which it registers."""
     own_role = next(
-        (own for own in (config.kv_role, hand_off_role(config)) if own not in ("kv_both", kv_role(role))), ""
+        (
+            role_of_config
+            for role_of_config in (config.kv_role, hand_off_role(config))
+            if role_of_config not in ("kv_both", kv_role(role))
+        ),
+        "",
     )
     if own_role:
         other = "prefill" if role == "decode" else "decode"
@@ -88,8 +93,8 @@ def transfer_for_member(text: str, role: InstanceRole, name: str, index: int, no
         raw["kv_port"] += index
     if node:
         raw = {"kv_ip": node, **raw}
-    parse_transfer_config(own := _encode(raw))
-    return own
+    parse_transfer_config(encoded := _encode(raw))
+    return encoded
 
 
 def _encode(raw: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from kvferry.core.settings.bounds import CountOrZero, Port, PortOrAny, SecondsOr
 from kvferry.core.settings.model import COMMON, Settings
 
 
-class Listen(Settings, frozen=True, kw_only=True):
+class ListenSettings(Settings, frozen=True, kw_only=True):
     """Where a process answers HTTP, and how it stops."""
 
     host: Annotated[str, COMMON] = "127.0.0.1"
@@ -44,7 +44,7 @@ class EngineChoice(Settings, frozen=True, kw_only=True):
             )
 
 
-class InstanceSpec(Settings, frozen=True, kw_only=True):
+class InstanceSettings(Settings, frozen=True, kw_only=True):
     """Settings of an instance that are not its engine's."""
 
     served_model_name: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ _MAX_INSTANCES = 256
 """More instances would bring the machine down."""
 
 
-class FleetSpec(Settings, frozen=True, kw_only=True):
+class FleetShapeSettings(Settings, frozen=True, kw_only=True):
     """Number of instances of each role, and where they run."""
 
     prefill: Annotated[CountOrZero | None, COMMON] = None

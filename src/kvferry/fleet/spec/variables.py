@@ -8,18 +8,18 @@ from typing import Any
 from kvferry.core.settings.flags import variable_name
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec.restart import RestartPolicy
-from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import EngineChoice, FleetShapeSettings, InstanceSettings, ListenSettings
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 
-SERVER: tuple[Any, ...] = (Listen, HttpAccess, HttpLimits, LogConfig)
+SERVER: tuple[Any, ...] = (ListenSettings, HttpAccess, HttpLimits, LogConfig)
 """Settings of all processes that listen."""
-INSTANCE: tuple[Any, ...] = (EngineConfig, EngineChoice, InstanceSpec, *SERVER)
+INSTANCE: tuple[Any, ...] = (EngineConfig, EngineChoice, InstanceSettings, *SERVER)
 ROUTER: tuple[Any, ...] = (RouterConfig, InstanceAccess, *SERVER)
-FLEET: tuple[Any, ...] = (*INSTANCE, RouterConfig, InstanceAccess, FleetSpec, RestartPolicy)
+FLEET: tuple[Any, ...] = (*INSTANCE, RouterConfig, InstanceAccess, FleetShapeSettings, RestartPolicy)
 
 CONFIG_VARIABLE = "KVFERRY_CONFIG"
 

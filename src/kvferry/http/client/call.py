@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Literal, Protocol
 
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
-from kvferry.core.runtime.tasks import Waiter
+from kvferry.core.runtime.tasks import WakeUp
 from kvferry.http.client.connection import AnswerHead, ClientConnection, OutgoingRequest
 from kvferry.http.client.pool import Pool
 from kvferry.http.headers import RawHeaders
@@ -87,7 +87,7 @@ class Call:
         self.paused = False
         """Reading is paused, so that the instance has to wait."""
         self._task: asyncio.Task[None] | None = None
-        self._waiter = Waiter()
+        self._waiter = WakeUp()
         self._buffer: bytes | bytearray = b""
         self._max_bytes = 0
         """`_buffer`: received bytes of the body that were not taken; `_max_bytes`: its limit, or 0."""
@@ -235,11 +235,11 @@ class Call:
             raise _too_long(max_bytes)
         return self.take()
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the body as it comes. Raises the error that ended the call early."""
         while True:
-            if piece := self.take():
-                yield piece
+            if chunk := self.take():
+                yield chunk
             elif self.state == "complete":
                 return
             elif self.error is not None:
@@ -261,7 +261,7 @@ class Call:
             self.resume_reading()
 
     def set_sink(self, sink: Callable[[bytes], None] | None) -> None:
-        """Pass further pieces of the body to `sink`, which may raise `TransferError` to end the call; None: buffer
+        """Pass further chunks of the body to `sink`, which may raise `TransferError` to end the call; None: buffer
         them."""
         self._sink = sink
 

@@ -83,7 +83,7 @@ class ClientConnection(MessageParser, asyncio.Protocol):
         """The call that uses it."""
         self.head: AnswerHead | None = None
         """The head of the answer, once it has come."""
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
         """Received bytes of the body that the call has not received yet."""
         self.complete = False
         """All of the answer has come, so that another one may follow if its head allows."""
@@ -146,8 +146,8 @@ class ClientConnection(MessageParser, asyncio.Protocol):
             self.close(ProtocolError(f"{self._name} does not answer in HTTP/1.1: {error}"))
             return
         if self.head is not None:
-            pieces, self._pieces = self._pieces, []
-            call.receive(self.head, b"".join(pieces), len(data), self.complete)
+            chunks, self._chunks = self._chunks, []
+            call.receive(self.head, b"".join(chunks), len(data), self.complete)
 
     def eof_received(self) -> None:
         """Handle the end of input, which ends an answer without a length; the transport closes itself."""
@@ -189,12 +189,12 @@ class ClientConnection(MessageParser, asyncio.Protocol):
         keep_alive = self._parser.should_keep_alive() and not bodiless
         self.head = AnswerHead(status, headers, first, chunked, keep_alive)
 
-    def on_body(self, piece: bytes) -> None:
+    def on_body(self, chunk: bytes) -> None:
         """A part of the body."""
         if self.complete:
             raise ProtocolError("a body came where there is none")
         self.num_overhead = 0
-        self._pieces.append(piece)
+        self._chunks.append(chunk)
 
     def on_message_complete(self) -> None:
         """The end, also of an interim answer."""

@@ -20,10 +20,10 @@ _NOT_PROVEN = "it is not a server of kvferry's, or has no token"
 
 class TokenProof:
     """The challenge on each new connection, before any request, to a server that has proved once that it holds
-    `secret`. `base_path` precedes the path on the way to the server; `limit_s`: seconds that its answer may take."""
+    `secret`. `base_path` precedes the path on the way to the server; `timeout_s`: seconds that its answer may take."""
 
-    def __init__(self, secret: str, base_path: str, limit_s: float = 30.0) -> None:
-        self._secret, self._base_path, self._limit_s = secret, base_path, limit_s
+    def __init__(self, secret: str, base_path: str, timeout_s: float = 30.0) -> None:
+        self._secret, self._base_path, self._timeout_s = secret, base_path, timeout_s
 
     async def demand(self, connection: ClientConnection, server: str) -> Signer:
         """Demand the proof, and return the signer of requests to the server; the connection is then as new. Raises
@@ -33,7 +33,7 @@ class TokenProof:
         line = request_line("GET", f"{self._base_path}{CHALLENGE_PATH}?nonce={nonce}")
         exchange = _Exchange(b"%bhost: %b\r\n\r\n" % (line, server.partition("://")[2].encode()))
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(self._timeout_s):
                 connection.begin(exchange)
                 head, body = await exchange.answer
             if head.status == QueueFull.status or head.status >= 500:
@@ -43,7 +43,7 @@ class TokenProof:
             signer = Signer(self._secret, nonce, body)
         except TimeoutError as error:
             connection.close()
-            raise AnswerTimeout(f"{server} proved nothing within {self._limit_s:g} s", "connection") from error
+            raise AnswerTimeout(f"{server} proved nothing within {self._timeout_s:g} s", "connection") from error
         except BaseException:
             connection.close()
             raise

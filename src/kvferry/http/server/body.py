@@ -9,7 +9,7 @@ from math import inf
 import msgspec
 
 from kvferry.core.messages.openai import BodyTooLarge
-from kvferry.core.runtime.tasks import Waiter
+from kvferry.core.runtime.tasks import WakeUp
 from kvferry.http.errors import Unauthorized
 from kvferry.http.message import concat
 
@@ -31,7 +31,7 @@ class Body(msgspec.Struct, eq=False):
     error: Exception | None = None
     """Reason why it will never be complete."""
     _content: bytes | bytearray = b""
-    _waiter: Waiter = msgspec.field(default_factory=Waiter)
+    _waiter: WakeUp = msgspec.field(default_factory=WakeUp)
     _signed_sha256: str = ""
     _on_bytes: Callable[[int], None] | None = None
 
@@ -42,7 +42,7 @@ class Body(msgspec.Struct, eq=False):
     # The handler's side.
 
     async def read(self, on_bytes: Callable[[int], None] | None = None) -> bytes:
-        """Read the body. `on_bytes` is called with the length of each piece as it arrives, and may raise a
+        """Read the body. `on_bytes` is called with the length of each chunk as it arrives, and may raise a
         `RequestError` to refuse it, so that bodies can be counted before they are buffered.
 
         Raises `BodyTooLarge`, `RequestTimeout`, `BadHttp` or `Unauthorized`, which handlers do not catch, since they
@@ -78,21 +78,21 @@ class Body(msgspec.Struct, eq=False):
         if length > self.max_bytes:
             self.fail(BodyTooLarge(f"the body has {length} bytes; at most {self.max_bytes} are accepted"))
 
-    def feed(self, piece: bytes) -> None:
-        """Add a piece. Pieces of a failed body are dropped."""
+    def feed(self, data: bytes) -> None:
+        """Add received bytes. Those of a failed body are dropped."""
         if self.error is not None:
             return
-        self.num_bytes += len(piece)
+        self.num_bytes += len(data)
         if self.num_bytes > self.max_bytes:
             self.fail(BodyTooLarge(f"the body has more than {self.max_bytes} bytes, which is the most accepted"))
             return
         if self._on_bytes is not None:
             try:
-                self._on_bytes(len(piece))
+                self._on_bytes(len(data))
             except Exception as error:  # noqa: BLE001 - the reader's own refusal, raised in the reader
                 self.fail(error)
                 return
-        self._content = concat(self._content, piece)
+        self._content = concat(self._content, data)
 
     def end(self) -> None:
         """Record that the body is complete."""

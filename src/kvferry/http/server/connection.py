@@ -14,11 +14,11 @@ from typing import cast
 
 from kvferry.core.errors import KvferryError, RequestError
 from kvferry.core.messages.openai import error_envelope, internal_error
-from kvferry.core.runtime.tasks import Waiter
+from kvferry.core.runtime.tasks import WakeUp
 from kvferry.http.errors import BadHttp, RequestTimeout
 from kvferry.http.headers import RawHeaders, response_head
 from kvferry.http.server.body import Body
-from kvferry.http.server.keys import Side
+from kvferry.http.server.keys import ListenerKind
 from kvferry.http.server.request import Caller, HttpRequest, id_of, path_of
 from kvferry.http.server.request_parser import RequestParser, origin_form
 from kvferry.http.server.response import Response, answer_headers
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("kvferry.access")
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_HEAD_PIECE_BYTES, _BODY_PIECE_BYTES = 4096, 65536
+_HEAD_READ_BYTES, _BODY_READ_BYTES = 4096, 65536
 """Bytes parsed before the number of waiting requests is checked: a client may send hundreds ahead of their turn."""
 _MAX_WAITING = 8
 _LINGER_BYTES = 4 * 1024 * 1024
@@ -43,7 +43,7 @@ class ServerConnection(asyncio.Protocol):
     first_request_s = 2.0
     """Seconds that a stopping server waits for the first request of a new connection."""
 
-    def __init__(self, service: Service, side: Side, client: str) -> None:
+    def __init__(self, service: Service, side: ListenerKind, client: str) -> None:
         self._service, self._side, self.client, self._caller = service, side, client, Caller(client.encode())
         self._parser = RequestParser(service.config.limits, self._on_head_complete, self._on_body_complete)
         self._writer: ClientWriter
@@ -55,7 +55,7 @@ class ServerConnection(asyncio.Protocol):
         self._waiting: deque[Response] = deque()  # of requests that wait for their turn
         self._current: Response | None = None  # of the request that is answered
         self._task: asyncio.Task[None] | None = None
-        self._waiter = Waiter()
+        self._waiter = WakeUp()
 
     def _enter(self, state: State) -> None:
         """Set the state and its deadline. The only writer of the state."""
@@ -188,7 +188,7 @@ class ServerConnection(asyncio.Protocol):
         """Parse received bytes as long as few requests wait; otherwise buffer the rest, and pause reading."""
         data, self._unparsed, position = self._unparsed, b"", 0
         while position < len(data) and self._refusal is None and len(self._waiting) < _MAX_WAITING:
-            max_bytes = _HEAD_PIECE_BYTES if self._parser.body is None else _BODY_PIECE_BYTES
+            max_bytes = _HEAD_READ_BYTES if self._parser.body is None else _BODY_READ_BYTES
             part = data[position : position + max_bytes] if position or len(data) > max_bytes else data
             position += len(part)
             try:
@@ -263,8 +263,12 @@ class ServerConnection(asyncio.Protocol):
             body.is_requested = True
             if not (body.complete or body.error is not None or body.num_bytes or turn.started):
                 self._writer.write(_CONTINUE)
-        coming = self._parser.body
-        if not self._is_reading and len(self._waiting) < _MAX_WAITING and (coming is None or coming.error is None):
+        parsed_body = self._parser.body
+        if (
+            not self._is_reading
+            and len(self._waiting) < _MAX_WAITING
+            and (parsed_body is None or parsed_body.error is None)
+        ):
             if self._state == "body":
                 self._enter("body")
             self._resume()

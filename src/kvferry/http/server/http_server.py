@@ -23,7 +23,7 @@ from kvferry.core.runtime.process_exit import shutdown_signals
 from kvferry.core.runtime.tasks import BackgroundTasks
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.connection import ServerConnection
-from kvferry.http.server.keys import Guard, Side
+from kvferry.http.server.keys import Guard, ListenerKind
 from kvferry.http.server.lifecycle import Lifecycle
 from kvferry.http.server.listen import BACKLOG, listen
 from kvferry.http.server.routes import Routes
@@ -49,7 +49,9 @@ class Acceptor:
     wait_s = 0.5
     """Seconds until the next attempt after a failed accept. Usually the process has too few descriptors."""
 
-    def __init__(self, service: Service, side: Side, listener: socket.socket, context: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, service: Service, side: ListenerKind, listener: socket.socket, context: ssl.SSLContext | None
+    ) -> None:
         self._service, self._side, self._listener, self._context = service, side, listener, context
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
@@ -138,7 +140,7 @@ class HttpServer:
         self.config = config
         self.lifecycle = lifecycle or Lifecycle()
         self.service = Service(routes, config, self.lifecycle, guard or Guard.from_config(config))
-        self._listeners: list[tuple[socket.socket, Side]] = []
+        self._listeners: list[tuple[socket.socket, ListenerKind]] = []
         self._acceptors: list[Acceptor] = []
         self.ports: tuple[int, ...] = ()
         """The actual ports while it serves: the clients', then the admin's if there is one."""
@@ -152,7 +154,7 @@ class HttpServer:
         """Bind the addresses; connections wait until `run`, which calls this if it was not called before. `bind`
         creates a listening socket. Raises `ConfigError` if an address cannot be used."""
         config = self.config
-        sides: tuple[Side, ...] = ("all",) if config.admin_port is None else ("public", "admin")
+        sides: tuple[ListenerKind, ...] = ("all",) if config.admin_port is None else ("public", "admin")
         if config.listeners:
             sockets = [socket.socket(fileno=descriptor) for descriptor in config.listeners]
             self._listeners = list(zip(sockets, sides, strict=True))

@@ -35,7 +35,7 @@ from kvferry.http.server.response import Response
 Access = Literal["open", "key", "page", "probe", "release", "operate", "register"]
 """The access that a route requires."""
 
-Side = Literal["public", "admin", "all"]
+ListenerKind = Literal["public", "admin", "all"]
 """The listener of a request: the clients', the admin's, or the only one."""
 
 _API_KEY = KEY_HEADERS[1]
@@ -63,7 +63,7 @@ class Guard:
         verifier = Verifier(config.secret, config.name, used=used) if config.secret else None
         return cls([*config.api_keys(), *more_api_keys], config.admin_keys(), verifier)
 
-    def admit(self, access: Access, side: Side, request: HttpRequest) -> Caller:
+    def admit(self, access: Access, side: ListenerKind, request: HttpRequest) -> Caller:
         """Return the caller of a request that may be served. Raises `Unauthorized`, or `UnknownRoute` for a path of the
         other listener."""
         if access not in _ON_BOTH_LISTENERS and side == ("admin" if access == "key" else "public"):

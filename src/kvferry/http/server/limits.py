@@ -14,7 +14,7 @@ class HttpLimits(Settings, frozen=True, kw_only=True):
     connection."""
 
     http_body_gap_s: Seconds = 20.0
-    """Longest pause between two pieces of a request's body, in seconds."""
+    """Longest pause between two chunks of a request's body, in seconds."""
 
     http_body_s: Seconds = 300.0
     """Seconds within which the whole body of a request must have arrived."""

@@ -75,11 +75,11 @@ class RequestParser(MessageParser):
         parser = self._parser
         self.body = self._begin(parser.get_method().decode(), self._url, headers, version, parser.should_keep_alive())
 
-    def on_body(self, piece: bytes) -> None:
+    def on_body(self, data: bytes) -> None:
         """A part of the body."""
         assert self.body is not None
         self.num_overhead = 0
-        self.body.feed(piece)
+        self.body.feed(data)
 
     def on_message_complete(self) -> None:
         """The body is complete."""

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from kvferry.core.errors import RequestError
-from kvferry.core.messages.dialects import Translation, dialect_of
+from kvferry.core.messages.dialects import AnswerTranslator, dialect_of
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, SSE_DONE, error_headers
 from kvferry.http.errors import AnswerTooLong, HttpRefusal
 from kvferry.http.headers import RawHeaders, as_raw, date_header, first_values, response_head
@@ -67,10 +67,10 @@ class Response(msgspec.Struct, eq=False):
     _last: bytes = b""
     _events: Literal["none", "answer", "before the answer"] = "none"
     """State of a stream of events: none, begun as the answer, or begun before the answer was known."""
-    _translation: Translation | None = None
+    _translation: AnswerTranslator | None = None
     _collected: _Collected | None = None
 
-    def translate(self, translation: Translation) -> None:
+    def translate(self, translation: AnswerTranslator) -> None:
         """Translate the answer, which has not begun, from the handler's API to the client's."""
         self._translation = translation
 
@@ -198,7 +198,7 @@ class Response(msgspec.Struct, eq=False):
         self._head = b""
 
     def end(self, data: bytes = b"") -> None:
-        """End the body, with `data` as its last piece. The connection can then take the next request."""
+        """End the body, with `data` as its last bytes. The connection can then take the next request."""
         if self.ended:
             return
         if self._translation is not None:
@@ -224,7 +224,7 @@ class Response(msgspec.Struct, eq=False):
         if collected.num_bytes > MAX_TRANSLATED_BYTES:
             self.fail(AnswerTooLong(f"the answer is longer than {MAX_TRANSLATED_BYTES} bytes, and is not translated"))
 
-    def _send_translated(self, translation: Translation, collected: _Collected, data: bytes) -> None:
+    def _send_translated(self, translation: AnswerTranslator, collected: _Collected, data: bytes) -> None:
         try:
             body = translation.answer(collected.status, b"".join([*collected.parts, data]))
         except RequestError as error:
@@ -289,5 +289,5 @@ def _is_event_stream(first: Mapping[bytes, bytes]) -> bool:
 
 def answer_headers(error: RequestError) -> RawHeaders:
     """The headers that go with an error's envelope."""
-    own = error.headers if isinstance(error, HttpRefusal) else []
-    return [*as_raw(error_headers(error)), *own]
+    refusal_headers = error.headers if isinstance(error, HttpRefusal) else []
+    return [*as_raw(error_headers(error)), *refusal_headers]

@@ -16,7 +16,7 @@ from kvferry.http.errors import Unauthorized
 from kvferry.http.headers import RawHeaders
 from kvferry.http.origins import ANY_ORIGIN, read_origins
 from kvferry.http.server.config import HttpConfig
-from kvferry.http.server.keys import Guard, Side
+from kvferry.http.server.keys import Guard, ListenerKind
 from kvferry.http.server.lifecycle import Lifecycle
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
@@ -110,7 +110,7 @@ class Service:
         self.update_quiet()
 
     def find_handler(
-        self, request: HttpRequest, response: Response, side: Side, transport: asyncio.BaseTransport
+        self, request: HttpRequest, response: Response, side: ListenerKind, transport: asyncio.BaseTransport
     ) -> Handler:
         """Find the handler of a request that came by `transport`. Raises `RequestError`. While the server drains,
         clients that connected before still get an answer to their first request."""

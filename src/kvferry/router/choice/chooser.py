@@ -94,7 +94,7 @@ class Chooser:
         """Raises `ConfigError` if the policy does not exist, or lacks one of the options."""
         self.config, self.clock = config, clock
         self.index, self.estimates = PrefixIndex(_PREFIX_INDEX_ENTRIES), Estimates()
-        self.threshold = Threshold(self.estimates, self.index, config.fixed_threshold, pools.shared_plan)
+        self.threshold = Threshold(self.estimates, self.index, config.fixed_threshold, pools.fleet_plan)
         context = PolicyContext(clock, Random(RANDOM.getrandbits(64)), self.index, self.estimates, self.threshold)
         self.policy = make_policy(config.policy, context, config.policy_option)
         self._fallback = make_policy("least_loaded", context, ())
@@ -163,10 +163,10 @@ class Chooser:
             self._log_policy_failure()
             choice = self._fallback.choose(traits, options)
         if choice.prefill is not None:
-            self.index.served(choice.prefill, traits.prefix)
-        self.index.served(choice.decode, traits.prefix)
+            self.index.record_sent(choice.prefill, traits.prefix)
+        self.index.record_sent(choice.decode, traits.prefix)
         try:
-            self.policy.placed(traits, choice)
+            self.policy.on_choice_used(traits, choice)
         except Exception:  # noqa: BLE001 - as above
             self._log_policy_failure()
         return choice

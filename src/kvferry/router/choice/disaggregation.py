@@ -46,14 +46,14 @@ class Threshold:
         estimates: Estimates,
         index: PrefixIndex,
         fixed: int | None = None,
-        shared_plan: SharedFleetPlan | None = None,
+        fleet_plan: SharedFleetPlan | None = None,
     ) -> None:
         self._estimates, self._index, self._configured = estimates, index, fixed
-        self._shared_plan = shared_plan or SharedFleetPlan()
+        self._fleet_plan = fleet_plan or SharedFleetPlan()
 
     @property
     def _fixed(self) -> int | None:
-        return self._configured if self._configured is not None else self._shared_plan.disaggregate_from
+        return self._configured if self._configured is not None else self._fleet_plan.disaggregate_from
 
     @property
     def tokens(self) -> float:
@@ -83,18 +83,18 @@ class Threshold:
         if self._estimates.hand_off.num_measured < self.min_hand_offs:
             return None
         estimates, load = self._estimates, decode.load
-        first_s = estimates.prefill_s(decode.name, load.prefill_tokens + left)
-        alone = first_s + estimates.token_s(decode.name) * left * (1 + load.num_decodes)
+        expected_ttft_s = estimates.prefill_s(decode.name, load.prefill_tokens + left)
+        alone = expected_ttft_s + estimates.token_s(decode.name) * left * (1 + load.num_decodes)
         at_prefill = max(0, traits.num_tokens - cached.tokens(prefill))
-        apart = estimates.prefill_s(prefill.name, at_prefill) + estimates.hand_off.at(left)
-        queued = apart + estimates.token_s(prefill.name) * prefill.load.prefill_tokens
+        disaggregated_s = estimates.prefill_s(prefill.name, at_prefill) + estimates.hand_off.at(left)
+        queued = disaggregated_s + estimates.token_s(prefill.name) * prefill.load.prefill_tokens
         would_miss = False
-        if (targets := self._shared_plan.targets_s) is not None:
+        if (targets := self._fleet_plan.targets_s) is not None:
             ttft_s, itl_s = targets
             if not self._meets_itl(decode, left, itl_s):
                 return None
-            would_miss = first_s <= ttft_s < queued
-        if alone < apart:
+            would_miss = expected_ttft_s <= ttft_s < queued
+        if alone < disaggregated_s:
             return "short_prompt"
         return "prefill_busy" if would_miss or alone < queued else None
 
@@ -104,23 +104,25 @@ class Threshold:
         """True if none of these decode instances is expected to meet the targets with another answer, whose prompt
         `prefill` computes. Its first token would wait for one of the `max_num_seqs` places, or its tokens would be
         slow."""
-        targets = self._shared_plan.targets_s
+        targets = self._fleet_plan.targets_s
         if targets is None or self._fixed is not None:
             return False
         estimates, fewest = self._estimates, float(decodes.num_decodes.min())
         if fewest >= max_num_seqs or estimates.decode.at(fewest + 1) > targets[1]:
             return True
         left = max(0, traits.num_tokens - self._index.match(traits.prefix).tokens(prefill))
-        first_s = estimates.prefill_s(prefill.name, prefill.load.prefill_tokens + left) + estimates.hand_off.at(left)
-        return first_s > targets[0]
+        expected_ttft_s = estimates.prefill_s(prefill.name, prefill.load.prefill_tokens + left) + estimates.hand_off.at(
+            left
+        )
+        return expected_ttft_s > targets[0]
 
     def keeps_targets(self, traits: PromptTraits, prefill: Target) -> bool:
         """True if a prefill instance that answers itself is expected to meet both targets, for its other answers too.
         False where the fleet has no targets."""
         left = max(0, traits.num_tokens - self._index.match(traits.prefix).tokens(prefill))
-        first_s = self._estimates.prefill_s(prefill.name, prefill.load.prefill_tokens + left)
-        targets = self._shared_plan.targets_s
-        return targets is not None and first_s <= targets[0] and self._meets_itl(prefill, left, targets[1])
+        expected_ttft_s = self._estimates.prefill_s(prefill.name, prefill.load.prefill_tokens + left)
+        targets = self._fleet_plan.targets_s
+        return targets is not None and expected_ttft_s <= targets[0] and self._meets_itl(prefill, left, targets[1])
 
     def _meets_itl(self, target: Target, left: float, itl_s: float) -> bool:
         """True if an instance that computes its queue and `left` more tokens meets this target for all its answers."""

@@ -106,7 +106,7 @@ class EventFeeds:
             case AllBlocksCleared():
                 self._index.cleared(instance)
             case BlockStored() if _is_indexed(event.medium, event.group_idx) and not _has_extras(event):
-                self._index.stored(
+                self._index.record_stored(
                     instance, event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size
                 )
             case BlockRemoved() if _is_indexed(event.medium, event.group_idx):

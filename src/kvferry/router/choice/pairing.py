@@ -83,7 +83,7 @@ class Pairing:
         others = (self._pools.decode if is_prefill else self._pools.prefill).instances
         if instance.draining or not others:
             return ""
-        if is_prefill and instance in self._pools.prefill.without_tickets:
+        if is_prefill and instance in self._pools.prefill.hand_off_exclusions:
             return "it answers without tickets"
         if not instance.stores_take_kv:
             return "its stores take no KV"
@@ -166,8 +166,8 @@ def with_model(model: str, instances: Sequence[Instance]) -> Candidates[Instance
 def able_to_constrain(instances: Sequence[Instance]) -> Sequence[Instance]:
     """The instances that can constrain answers, as far as their facts say: kvferry's engine needs a library for it. The
     same sequence if all can."""
-    able = [instance for instance in instances if _can_constrain(instance)]
-    return instances if len(able) == len(instances) else Candidates(able)
+    eligible = [instance for instance in instances if _can_constrain(instance)]
+    return instances if len(eligible) == len(instances) else Candidates(eligible)
 
 
 def _can_constrain(instance: Instance) -> bool:

@@ -149,7 +149,7 @@ class PrefixIndex:
         num_tokens: Vector = self._vector[cached[1]]
         return num_tokens
 
-    def served(self, instance: Any, prefix: Prefix) -> None:
+    def record_sent(self, instance: Any, prefix: Prefix) -> None:
         """Record that this prompt is sent to this instance, which will have its KV. The instance's events report this
         only later. The deepest parts are evicted first."""
         cache = self._caches.get(instance) or self._get_cache(instance)
@@ -167,7 +167,7 @@ class PrefixIndex:
         if version != self._version:
             self._trim(cache)
 
-    def stored(
+    def record_stored(
         self, instance: Any, block_hashes: Sequence[Any], parent: Any, token_ids: Sequence[int], size: int
     ) -> None:
         """Apply an event: the instance has stored these blocks of `size` tokens, which follow the block `parent`.
@@ -183,7 +183,7 @@ class PrefixIndex:
             return
         keys = list(chain_blocks(parent_key, token_ids, size))
         cache.keys_by_hash.update(zip(block_hashes, keys, strict=False))
-        for key in reversed(keys):  # As in `served`: the deepest blocks are evicted first.
+        for key in reversed(keys):  # As in `record_sent`: the deepest blocks are evicted first.
             self._add(cache, key, size)
         self._trim(cache)
 
@@ -241,19 +241,19 @@ class PrefixIndex:
     def _longest_prefixes(self, keys: Sequence[int], ends: Sequence[float]) -> list[tuple[int, int]]:
         """Follow the keys until no instance has the next one. Returns pairs of a bit mask of instances and the number
         of tokens that these instances have."""
-        holders, remaining, reached = self._holders, self._all_bits, 0.0
+        holders, remaining, previous_end = self._holders, self._all_bits, 0.0
         groups: list[tuple[int, int]] = []
         for key, end in zip(keys, ends, strict=True):
             holding = holders.get(key, 0) & remaining
             if holding != remaining:
-                if reached:
-                    groups.append((remaining ^ holding, int(reached)))
+                if previous_end:
+                    groups.append((remaining ^ holding, int(previous_end)))
                 remaining = holding
                 if not remaining:
                     return groups
-            reached = end
-        if reached:
-            groups.append((remaining, int(reached)))
+            previous_end = end
+        if previous_end:
+            groups.append((remaining, int(previous_end)))
         return groups
 
     def _get_cache(self, instance: Any) -> _Cache:

@@ -14,7 +14,7 @@ from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Handler, Route
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole
-from kvferry.router.instances.membership import Declared, Membership
+from kvferry.router.instances.membership import InstanceDeclaration, Membership
 
 INSTANCES_PATH = "/kvferry/instances"
 
@@ -98,7 +98,8 @@ class Admin:
                 self._membership.set_plan(plan)
             else:
                 self._membership.declare(
-                    [Declared(**msgspec.structs.asdict(declared)) for declared in declaration.instances], plan
+                    [InstanceDeclaration(**msgspec.structs.asdict(declared)) for declared in declaration.instances],
+                    plan,
                 )
         except ConfigError as error:
             raise InvalidRequest(str(error), param="instances") from error

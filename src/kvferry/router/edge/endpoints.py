@@ -100,10 +100,10 @@ class Endpoints:
         """Forward the request to one instance as it is. If the instance is lost after it may have begun, only requests
         that read are sent to another one."""
         services, changes = self._services, LegChanges()
-        own: RawHeaders = [(REQUEST_ID, request.request_id)]
+        added_headers: RawHeaders = [(REQUEST_ID, request.request_id)]
         if isinstance(body, RequestBody):
-            body, own = body.encode(), [*own, JSON]
-        headers = header_lines(for_instance(request.headers, own + services.connections.authorization))
+            body, added_headers = body.encode(), [*added_headers, JSON]
+        headers = header_lines(for_instance(request.headers, added_headers + services.connections.authorization))
         lost: PeerLost | None = None
         for instance in self._candidates(request):
             leg = services.legs.send(instance, request.method, request.target, headers, body, changes)

@@ -153,8 +153,8 @@ class Tenants:
             tokens_per_minute=config.tenant_tokens_per_minute,
             max_in_flight=config.tenant_max_in_flight,
         )
-        named = {} if config.tenants_file is None else read_tenants(config.tenants_file, limits)
-        shares = {key: _share(tenant_limits, config.workers or 1) for key, tenant_limits in named.items()}
+        limits_by_tenant = {} if config.tenants_file is None else read_tenants(config.tenants_file, limits)
+        shares = {key: _share(tenant_limits, config.workers or 1) for key, tenant_limits in limits_by_tenant.items()}
         return cls(clock, _share(limits, config.workers or 1), shares, config.tenant_by)
 
     def __len__(self) -> int:
@@ -294,11 +294,11 @@ def read_tenants(path: Path, limits: Limits) -> dict[bytes, Limits]:
         raise ConfigError(f"--tenants-file {error}") from error
     tenants: dict[bytes, Limits] = {}
     for name, table in tables.items():
-        own = _read_table(path, name, table, limits)
-        for key in (_name(name), *map(_digest, own.api_key)):
+        tenant_limits = _read_table(path, name, table, limits)
+        for key in (_name(name), *map(_digest, tenant_limits.api_key)):
             if key in tenants:
                 raise ConfigError(f"--tenants-file {path}: a key of [{name}] also belongs to another tenant")
-            tenants[key] = own
+            tenants[key] = tenant_limits
     return tenants
 
 

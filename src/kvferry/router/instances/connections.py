@@ -12,7 +12,7 @@ from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.signed_client import SignedClient, bearer
 from kvferry.http.errors import AnswerTimeout
 from kvferry.http.headers import RawHeaders
-from kvferry.http.relay import Relays
+from kvferry.http.relay import StreamForwarder
 from kvferry.http.server.config import HttpConfig
 from kvferry.router.headers import JSON
 from kvferry.router.instances.instance import Instance
@@ -41,7 +41,7 @@ class Connections:
         self.authorization: RawHeaders = [] if key is None else [bearer(key)]
         """The header that replaces the client's own `Authorization` in requests of clients; empty: the client's own
         header is forwarded."""
-        self._relays = Relays() if fast_path else None
+        self._relays = StreamForwarder() if fast_path else None
         self.http = HttpClient(
             access.tls_context(http.tls_ca),
             idle_s=self.idle_connection_s,

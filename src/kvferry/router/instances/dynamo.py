@@ -21,7 +21,7 @@ import msgspec
 
 from kvferry.core.clock import Clock, doubling_waits
 from kvferry.core.errors import ConfigError, KvferryError
-from kvferry.core.messages.dynamo import SCHEME, BridgeSettings, DynamoEndpoint, WorkerNews, parse_endpoint
+from kvferry.core.messages.dynamo import SCHEME, BridgeSettings, DynamoEndpoint, WorkerUpdate, parse_endpoint
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import BOOTSTRAP_PORT
 from kvferry.router.instances.membership import Membership
@@ -44,7 +44,7 @@ def dynamo_endpoints(config: RouterConfig) -> list[DynamoEndpoint]:
 
 class DynamoWorkers:
     """Runs the helper and follows its reports. `renew_s`: seconds between two renewals of the leases; `max_wait_s`:
-    maximum seconds before the helper is restarted; `end_s`: seconds in which it must end by itself."""
+    maximum seconds before the helper is restarted; `end_timeout_s`: seconds in which it must end by itself."""
 
     max_line = 64 * 1024
 
@@ -58,7 +58,7 @@ class DynamoWorkers:
         folder: Path | None = None,
         renew_s: float = 2.0,
         max_wait_s: float = 10.0,
-        end_s: float = 12.0,
+        end_timeout_s: float = 12.0,
     ) -> None:
         """`folder`: the folder that the routers of a port share; None: a single router. Raises `ConfigError`."""
         self._endpoints = dynamo_endpoints(config)
@@ -68,8 +68,8 @@ class DynamoWorkers:
         self._lease_s, self._membership, self._state, self._clock = (
             config.registration_lease_s, membership, state, clock,
         )  # fmt: skip
-        self._folder, self._renew_s, self._max_wait_s, self._end_s = folder, renew_s, max_wait_s, end_s
-        self._workers: dict[str, WorkerNews] = {}
+        self._folder, self._renew_s, self._max_wait_s, self._end_timeout_s = folder, renew_s, max_wait_s, end_timeout_s
+        self._workers: dict[str, WorkerUpdate] = {}
 
     async def watch(self) -> None:
         """Run the helper until cancelled, if there are endpoints of Dynamo."""
@@ -135,7 +135,7 @@ class DynamoWorkers:
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         try:
-            async with asyncio.timeout(self._end_s):
+            async with asyncio.timeout(self._end_timeout_s):
                 await process.wait()
         except (TimeoutError, asyncio.CancelledError):
             with suppress(ProcessLookupError):
@@ -145,39 +145,39 @@ class DynamoWorkers:
 
     def _apply(self, line: bytes) -> None:
         try:
-            news = msgspec.json.decode(line, type=WorkerNews)
+            update = msgspec.json.decode(line, type=WorkerUpdate)
         except msgspec.MsgspecError:
             logger.warning("the helper for Dynamo's workers wrote %r", line[:200])
             return
         try:
-            if news.state == "gone":
-                self._forget(news)
+            if update.state == "gone":
+                self._forget(update)
             else:
-                self._add(news)
+                self._add(update)
         except KvferryError as error:
-            logger.error("Dynamo's worker %s: %s", news.worker, error)
+            logger.error("Dynamo's worker %s: %s", update.worker, error)
 
-    def _add(self, news: WorkerNews) -> None:
-        self._workers[news.url] = news
-        self._state.set_lease(news.url, news.worker, self._clock.monotonic() + self._lease_s)
-        self._membership.supersede(news.url)
-        instance = self._membership.register(news.role, news.url, BOOTSTRAP_PORT)
-        logger.warning("%s (%s) is Dynamo's worker %s", instance, instance.url, news.worker)
+    def _add(self, update: WorkerUpdate) -> None:
+        self._workers[update.url] = update
+        self._state.set_lease(update.url, update.worker, self._clock.monotonic() + self._lease_s)
+        self._membership.supersede(update.url)
+        instance = self._membership.register(update.role, update.url, BOOTSTRAP_PORT)
+        logger.warning("%s (%s) is Dynamo's worker %s", instance, instance.url, update.worker)
 
-    def _forget(self, news: WorkerNews) -> None:
-        if self._workers.pop(news.url, None) is None:
+    def _forget(self, update: WorkerUpdate) -> None:
+        if self._workers.pop(update.url, None) is None:
             return
-        self._state.end_lease(news.url)
-        for instance in self._membership.at(news.url):
+        self._state.end_lease(update.url)
+        for instance in self._membership.at(update.url):
             logger.warning("%s (%s) has left Dynamo's discovery", instance, instance.url)
             self._membership.retire(instance, remove_when_drained=True)
 
     def _forget_all(self) -> None:
-        for news in list(self._workers.values()):
-            self._forget(news)
+        for update in list(self._workers.values()):
+            self._forget(update)
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._renew_s)
-            for news in list(self._workers.values()):
-                self._state.set_lease(news.url, news.worker, self._clock.monotonic() + self._lease_s)
+            for update in list(self._workers.values()):
+                self._state.set_lease(update.url, update.worker, self._clock.monotonic() + self._lease_s)

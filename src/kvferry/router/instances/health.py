@@ -134,7 +134,7 @@ class Health:
 
     def _on_late(self, instance: Instance) -> None:
         if self._clock.monotonic() - instance.last_progress >= self._config.health_timeout_s:  # else it is only busy
-            instance.mark_late(f"it does not answer for its health within {self._config.health_timeout_s:g} s")
+            instance.record_late_check(f"it does not answer for its health within {self._config.health_timeout_s:g} s")
 
     def _find_duplicate(self, instance: Instance) -> Instance | None:
         """An earlier instance of the same role that is the same process; None: there is none."""
@@ -159,7 +159,7 @@ class Health:
         if status != 200 or any(float(value) for value in queries):
             return
         pool = self._pools.prefill
-        if instance not in pool.without_tickets:
+        if instance not in pool.hand_off_exclusions:
             logger.warning(
                 "%s (%s) answers without a ticket%s: D would compute its prompts again, so requests are not split over"
                 " it; start it with --kv-transfer-config, or leave it out. It is tried again every %d s",
@@ -172,10 +172,10 @@ class Health:
         facts = instance.facts
         names = facts.model_names if isinstance(facts, InstanceFacts | VllmFacts | SglangFacts) else []
         body = {"model": (names or [_PROBED_MODEL])[0], "prompt": [1], "max_tokens": 1}
-        limit_s = self._config.first_byte_timeout_s
+        timeout_s = self._config.first_byte_timeout_s
         try:
             status, _ = await self._connections.ask(
-                instance, "POST", "/v1/completions", limit_s, msgspec.json.encode(body)
+                instance, "POST", "/v1/completions", timeout_s, msgspec.json.encode(body)
             )
         except TransferError as error:
             logger.info("%s still does not answer requests: %s", instance, error)

@@ -36,7 +36,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
 
 class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A vLLM server. It does not report its connector: a server with a bootstrap server has Mooncake's, one whose
-    tickets came from `origins` has kvferry's P2P. The last two origins are kept."""
+    tickets came from `sources` has kvferry's P2P. The last two sources are kept."""
 
     version: str = ""
     model_names: list[str] = []
@@ -47,14 +47,14 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     process: str = ""
     """Start time of its process, from its /metrics; empty if missing."""
     bootstrap: Bootstrap | None = None
-    origins: tuple[KVSource, ...] = ()
+    sources: tuple[KVSource, ...] = ()
 
-    def with_origin(self, origin: KVSource) -> VllmFacts:
-        """Add the origin of a ticket to these facts."""
-        if origin in self.origins:
+    def with_source(self, source: KVSource) -> VllmFacts:
+        """Add the source of a ticket's KV to these facts."""
+        if source in self.sources:
             return self
-        others = [other for other in self.origins if other.engine_id != origin.engine_id]
-        return msgspec.structs.replace(self, origins=(origin, *others[:1]))
+        others = [other for other in self.sources if other.engine_id != source.engine_id]
+        return msgspec.structs.replace(self, sources=(source, *others[:1]))
 
 
 class SglangFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,12 +122,12 @@ class InstanceState(Enum):
     NEW = "new", True, True
     """It has not been probed yet."""
     UP = "up", True, True
-    DEGRADED = "late", True
+    DEGRADED = "degraded", True
     """Its last health checks timed out: it is chosen only if no better instance exists."""
-    UNRESPONSIVE = "mute"
+    UNRESPONSIVE = "unresponsive"
     """It answers health checks, but gave a request no answer and made no progress."""
     DOWN = "down"
-    DUPLICATE = "twin"
+    DUPLICATE = "duplicate"
     """The same process is already an instance, under another URL."""
     DRAINING = "draining"
     """It gets no new requests."""
@@ -250,7 +250,7 @@ class Instance:
             elif before is not InstanceState.DEGRADED:
                 logger.info("%s (%s) is up", self, self.url)
 
-    def mark_late(self, trouble: str) -> None:
+    def record_late_check(self, trouble: str) -> None:
         """Record that it has not answered a health check in time."""
         self.checks.num_late += 1
         if self.checks.num_late >= MAX_LATE_CHECKS or self.state is InstanceState.DOWN:

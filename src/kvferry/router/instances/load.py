@@ -153,7 +153,7 @@ class Work:
         scale = load.table.scale(now)  # first: it may scale the column
         cells[offset + _RECENT] += uncached * scale
 
-    def answered(self) -> None:
+    def on_answered(self) -> None:
         """Record that the answer has begun or was given up, so that the prompt is no longer to be computed."""
         cells, offset = self._load.table.cells, self._load.offset
         if self._computing:
@@ -168,7 +168,7 @@ class Work:
             return
         self._has_ended, num_at_begin, load = True, self.num_concurrent, self._load
         if self._computing:
-            self.answered()
+            self.on_answered()
         cells, offset = load.table.cells, load.offset
         self.num_concurrent = (num_at_begin + cells[offset + _NUM_DECODES]) / 2
         load.num_legs -= 1

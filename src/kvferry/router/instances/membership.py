@@ -49,7 +49,7 @@ InstanceList = dict[str, tuple[LegRole, int]]
 
 
 @dataclass(frozen=True)
-class Declared:
+class InstanceDeclaration:
     """An instance of a fleet, with its name in the fleet."""
 
     name: str
@@ -160,7 +160,7 @@ class Membership:
         logger.warning("%s (%s) is now %s", before, before.url, after)
         return after
 
-    def declare(self, declared: Sequence[Declared], plan: str = "") -> None:
+    def declare(self, declared: Sequence[InstanceDeclaration], plan: str = "") -> None:
         """Replace the instances of the fleet: instances that are no longer declared have ended. Operators' changes of
         other instances stay. `plan`: a `FleetPlan` as JSON, or empty. Raises `ConfigError` for an invalid address, and
         `InstanceConflict` for a duplicate name or address; nothing has changed then."""
@@ -189,7 +189,7 @@ class Membership:
         if value != self._state.get_fact(name):
             self._state.set_fact(name, value)
 
-    def _declare(self, declared: Declared, url: str, rows: Sequence[MemberRow]) -> None:
+    def _declare(self, declared: InstanceDeclaration, url: str, rows: Sequence[MemberRow]) -> None:
         """Declare one instance. `rows`: its earlier declarations, one per role. A drained instance stays drained until
         it is no longer declared."""
         current = next((row for row in rows if not row.remove_when_drained), None)
@@ -287,7 +287,7 @@ class Membership:
 
     def follow(self) -> None:
         """Update the pools from the shared members."""
-        self._pools.shared_plan.follow(self._state.get_fact(_PLAN))
+        self._pools.fleet_plan.follow(self._state.get_fact(_PLAN))
         revisions = json.loads(self._state.get_fact(_REVISIONS) or "{}")
         remaining = {instance.member: instance for instance in self._pools}
         by_url = {instance.url: instance for instance in remaining.values()}

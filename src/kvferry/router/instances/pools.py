@@ -46,7 +46,7 @@ class RolePool:
         self._alive_states, self._alive_until = -1, 0.0
         """The states of the instances for which `_alive` was computed, and the end of the first pause."""
         self._turn, self._last_turn = 0, dict[Instance, int]()
-        self.without_tickets: dict[Instance, tuple[float, int]] = {}
+        self.hand_off_exclusions: dict[Instance, tuple[float, int]] = {}
         """Prefill instances that are excluded from hand-offs for a time, because they gave no tickets or their stores
         take no KV: the end of that time, on the router's monotonic clock, and the number of the process."""
 
@@ -78,7 +78,7 @@ class RolePool:
 
     def exclude_from_hand_off(self, instance: Instance, seconds: float) -> None:
         """Exclude a prefill instance from hand-offs for `seconds`, because D would compute its prompts again."""
-        self.without_tickets[instance] = self._clock.monotonic() + seconds, instance.process.number
+        self.hand_off_exclusions[instance] = self._clock.monotonic() + seconds, instance.process.number
 
     def mark_without_kv(self, instance: Instance) -> None:
         """Record that a prefill instance's stores take no KV. It is excluded from hand-offs until its facts say
@@ -91,26 +91,26 @@ class RolePool:
     def hand_off(self, instances: Sequence[Instance]) -> Candidates[Instance]:
         """`instances` without those that are excluded from hand-offs, or whose stores take no KV."""
         group = candidates(instances)
-        able: Candidates[Instance] | None = group.memo.get("hand off")
-        if able is None:
-            takers = Candidates(instance for instance in group if instance.stores_take_kv)
-            able = group.memo["hand off"] = group if len(takers) == len(group) else takers
-        if self.without_tickets:
+        eligible: Candidates[Instance] | None = group.memo.get("hand off")
+        if eligible is None:
+            with_kv = Candidates(instance for instance in group if instance.stores_take_kv)
+            eligible = group.memo["hand off"] = group if len(with_kv) == len(group) else with_kv
+        if self.hand_off_exclusions:
             now = self._clock.monotonic()
-            self.without_tickets = {
+            self.hand_off_exclusions = {
                 instance: (until, process)
-                for instance, (until, process) in self.without_tickets.items()
+                for instance, (until, process) in self.hand_off_exclusions.items()
                 if until > now and process == instance.process.number
             }
-            return Candidates(instance for instance in able if instance not in self.without_tickets)
-        return able
+            return Candidates(instance for instance in eligible if instance not in self.hand_off_exclusions)
+        return eligible
 
     def drop(self, instance: Instance) -> None:
         """Remove an instance from the pool."""
         self.instances.remove(instance)
         self.revision.grow()
         self._last_turn.pop(instance, None)
-        self.without_tickets.pop(instance, None)
+        self.hand_off_exclusions.pop(instance, None)
 
     def alive(self, exclude: Collection[Instance] = ()) -> Candidates[Instance]:
         """Instances that are usable and not excluded. Degraded and paused (`Retry-After`) instances are included only
@@ -159,7 +159,7 @@ class RolePool:
         return chosen
 
     @property
-    def num_alive(self) -> int:
+    def num_usable(self) -> int:
         """Number of usable instances, including degraded and paused ones."""
         return sum(instance.usable for instance in self.instances)
 
@@ -178,7 +178,7 @@ class Pools:
     prefill: RolePool
     decode: RolePool
     leaving: list[Instance] = field(default_factory=list)
-    shared_plan: SharedFleetPlan = field(default_factory=SharedFleetPlan)
+    fleet_plan: SharedFleetPlan = field(default_factory=SharedFleetPlan)
 
     @classmethod
     def from_config(cls, config: RouterConfig, clock: Clock | None = None) -> Pools:

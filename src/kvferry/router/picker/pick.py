@@ -65,11 +65,11 @@ class Picked:
                 self.decode = fallback
                 self._add_work(fallback, computes=self.prefill is None, decodes=True)
 
-    def answered(self, status: int, headers: RawHeaders) -> None:
+    def on_answered(self, status: int, headers: RawHeaders) -> None:
         """Record that the answer has begun. A busy instance is avoided for as long as it requests."""
         services, now = self._services, self._services.clock.monotonic()
         work = self._work[self.decode]
-        work.answered()
+        work.on_answered()
         if self._decision is not None:
             self._decision.first_byte = services.clock.wall()
         if status in (429, 503):

@@ -53,8 +53,8 @@ def run_picker(
         raise ConfigError("--workers is for a router; start several pickers behind one Kubernetes service instead")
     for _, url, _ in configured_instances(config):
         _require_address(url)
-    with shutdown_deadline() as limit:
-        return run_server(limit.run(_serve(config, picker, http, access, on_ready, limit)))
+    with shutdown_deadline() as deadline:
+        return run_server(deadline.run(_serve(config, picker, http, access, on_ready, deadline)))
 
 
 def _require_address(url: str) -> None:
@@ -71,7 +71,7 @@ async def _serve(
     http: HttpConfig,
     access: InstanceAccess | None,
     on_ready: Callable[[dict[str, Any]], None],
-    limit: ShutdownDeadline,
+    deadline: ShutdownDeadline,
 ) -> int:
     router = build_router(config, http, access)
     freeze_garbage_collector()

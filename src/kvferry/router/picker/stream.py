@@ -102,8 +102,8 @@ class ProcessedRequest:
         headers, without = self._headers(picked, request, None if sent is request.body else len(sent))
         await stream.write(messages.destination(picked.endpoints, headers, without))
         if has_body:
-            for piece in messages.request_body(sent, ends=not has_trailers):
-                await stream.write(piece)
+            for chunk in messages.request_body(sent, ends=not has_trailers):
+                await stream.write(chunk)
         if has_trailers:
             await stream.write(messages.request_trailers())
 
@@ -136,7 +136,7 @@ class ProcessedRequest:
 
     async def _read_body(self, slot: Slot) -> tuple[bytes, bool]:
         """Read the whole body, which is counted as it arrives; also return True if trailers have followed."""
-        pieces, num_bytes, max_bytes = list[bytes](), 0, self._router.services.config.max_body_bytes
+        chunks, num_bytes, max_bytes = list[bytes](), 0, self._router.services.config.max_body_bytes
         try:
             async with asyncio.timeout(self._limits.http_body_s):
                 while True:
@@ -145,21 +145,21 @@ class ProcessedRequest:
                         raise InvalidRequest("the stream ended within a request's body")
                     if message.WhichOneof("request") == "request_trailers":
                         break
-                    pieces.append(message.request_body.body)
-                    num_bytes += len(pieces[-1])
+                    chunks.append(message.request_body.body)
+                    num_bytes += len(chunks[-1])
                     if num_bytes > max_bytes:
                         raise BodyTooLarge(f"the request body is longer than {max_bytes} bytes")
-                    slot.grow(len(pieces[-1]))
+                    slot.grow(len(chunks[-1]))
                     if message.request_body.end_of_stream:
                         break
         except TimeoutError as error:
             raise RequestTimeout("the request body did not arrive in time") from error
         slot.mark_complete()
-        return b"".join(pieces), message.WhichOneof("request") == "request_trailers"
+        return b"".join(chunks), message.WhichOneof("request") == "request_trailers"
 
-    async def _read(self, within_s: float) -> messages.Message:
+    async def _read(self, timeout_s: float) -> messages.Message:
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(timeout_s):
                 return _require_read(await self._stream.read())
         except TimeoutError as error:
             raise RequestTimeout("the request did not arrive in time") from error
@@ -175,7 +175,7 @@ class ProcessedRequest:
                 status = dict(headers).get(b":status", b"")
                 self._status = int(status) if status.isdigit() else 0
                 picked.served_by(messages.served_by(message))
-                picked.answered(self._status, headers)
+                picked.on_answered(self._status, headers)
             await self._stream.write(messages.forwarded(message, self._mode))
 
     def _close(self) -> None:

@@ -56,20 +56,20 @@ def choose_form(config: RouterConfig, prefill: Instance, decodes: Collection[Fac
     if protocol == "mooncake":
         return None
     speaks_nixl = isinstance(facts, VllmFacts) or protocol == "nixl"
-    origin = early_origin(prefill, decodes, config.hand_off)
-    if origin is not None:
-        return kvferry.concurrent(origin, takes_first_token=not speaks_nixl)
+    source = early_source(prefill, decodes, config.hand_off)
+    if source is not None:
+        return kvferry.concurrent(source, takes_first_token=not speaks_nixl)
     if speaks_nixl:
         return nixl
     return partial(kvferry.sequential, is_known=not isinstance(facts, UnknownFacts))
 
 
-def early_origin(prefill: Instance, decodes: Collection[Facts], mode: HandOffMode) -> KVSource | None:
+def early_source(prefill: Instance, decodes: Collection[Facts], mode: HandOffMode) -> KVSource | None:
     """The address at which D may ask P before P has answered; None if it is unknown or a D is of another kind than P.
 
     Another engine would take a ticket without blocks for a complete one. With `--hand-off concurrent`, kvferry's
     instances may have any connector, and vLLM's servers are asked early too, although D cannot learn how much P had
-    cached; their first ticket contains the origin. A server with several origins is data-parallel, and may answer from
+    cached; their first ticket contains the source. A server with several sources is data-parallel, and may answer from
     any of them.
     """
     if mode == "sequential":
@@ -79,9 +79,9 @@ def early_origin(prefill: Instance, decodes: Collection[Facts], mode: HandOffMod
             is_same_kind = all(
                 isinstance(decode, InstanceFacts) and decode.connector == connector for decode in decodes
             )
-            return facts.origin(prefill.address.host) if is_same_kind else None
-        case VllmFacts(origins=[origin]) if mode == "concurrent":
-            return origin if all(isinstance(decode, VllmFacts) for decode in decodes) else None
+            return facts.source(prefill.address.host) if is_same_kind else None
+        case VllmFacts(sources=[source]) if mode == "concurrent":
+            return source if all(isinstance(decode, VllmFacts) for decode in decodes) else None
     return None
 
 

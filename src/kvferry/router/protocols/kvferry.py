@@ -20,17 +20,17 @@ def sequential(transfer_id: str, *, is_known: bool = True) -> Form:
     )
 
 
-def concurrent(origin: KVSource, *, takes_first_token: bool = True) -> MakeForm:
+def concurrent(source: KVSource, *, takes_first_token: bool = True) -> MakeForm:
     """D gets P's address and asks P before P has answered. Inside vLLM, D samples the first token itself; without
     `remote_prefill_cached_tokens` it would report all tokens that it fetches as cached."""
     ticket = Ticket(
         transfer_id="",
-        remote_engine_id=origin.engine_id,
-        remote_host=origin.host,
-        remote_port=origin.port,
-        tp_size=len(origin.ranks or [()]),
-        remote_ranks=origin.ranks,
-        remote_address_seal=origin.seal,
+        remote_engine_id=source.engine_id,
+        remote_host=source.host,
+        remote_port=source.port,
+        tp_size=len(source.ranks or [()]),
+        remote_ranks=source.ranks,
+        remote_address_seal=source.seal,
     )
     produce = produce_params("")
     early = ticket.to_params() | ({} if takes_first_token else {"remote_prefill_cached_tokens": 0})

@@ -85,7 +85,7 @@ class Exchange:
                     services.metrics.served("local")
             if answer is None:
                 answer = await self._aggregated(plan)
-            self._record.answered(answer.leg, None if answer.hand_off is None else answer.hand_off.leg)
+            self._record.on_answered(answer.leg, None if answer.hand_off is None else answer.hand_off.leg)
             if await self._delivery.send(answer.leg):
                 num_bytes = self._response.num_bytes
                 if answer.hand_off is not None:
@@ -96,7 +96,7 @@ class Exchange:
             self._response.fail(error)
         finally:
             legs.close()
-            self._record.over(legs.sent, num_bytes)
+            self._record.on_ended(legs.sent, num_bytes)
 
     def _plan(self) -> Plan:
         """Plan the request; its client may request an answer without a hand-off if an instance does both phases."""
@@ -264,14 +264,14 @@ async def _wait_for_instances(services: Services, response: Response, *, streams
     """Wait until an instance is alive, or until this has taken too long. During the wait, a client that `streams` gets
     comments, and the controller sees the number of waiting requests in `Traffic`."""
     pools, clock = services.pools, services.clock
-    starts_s = pools.shared_plan.starts_s
+    starts_s = pools.fleet_plan.starts_s
     if starts_s <= 0:
         return
     traffic, begun = services.chooser.traffic, clock.monotonic()
     comment_at = begun
     traffic.num_waiting += 1
     try:
-        while not pools.decode.alive() and pools.shared_plan.starts_s > 0:
+        while not pools.decode.alive() and pools.fleet_plan.starts_s > 0:
             waited_s = clock.monotonic() - begun
             if waited_s > _MAX_START_RATIO * starts_s + _EXTRA_START_S:
                 return

@@ -89,16 +89,16 @@ class HandOff:
             self.settle()
         else:
             self.outcome, self.ticket = "ticket", params
-            origin, self.is_without_kv = inspect_ticket(params)
+            source, self.is_without_kv = inspect_ticket(params)
             early = self.form.early
-            if early is not None and origin is not None:
-                self.matches_early_ticket = origin.engine_id == early.get("remote_engine_id", origin.engine_id)
+            if early is not None and source is not None:
+                self.matches_early_ticket = source.engine_id == early.get("remote_engine_id", source.engine_id)
             if self.form.early_is_final:
                 pass  # the early ticket contains no fact of the instance
-            elif isinstance(facts, InstanceFacts) and (origin is None or origin.engine_id != facts.engine_id):
+            elif isinstance(facts, InstanceFacts) and (source is None or source.engine_id != facts.engine_id):
                 prefill.invalidate()  # Another process is at this address now.
-            elif isinstance(facts, VllmFacts) and origin is not None and origin.port:
-                prefill.replace_facts(facts.with_origin(origin))
+            elif isinstance(facts, VllmFacts) and source is not None and source.port:
+                prefill.replace_facts(facts.with_source(source))
         self._record.prefilled(self.leg, prefill_usage(answer))
         is_fetching = self.decode_leg is not None and self.decode_leg.state == "sent"
         return not (params is not None and self.matches_early_ticket and is_fetching)
@@ -194,13 +194,13 @@ _TICKET = msgspec.json.Decoder(_Ticket)
 
 
 def inspect_ticket(params: msgspec.Raw) -> tuple[KVSource | None, bool]:
-    """The origin of a ticket, and True if no store took its KV, so that D would have to compute the prompt. The origin
-    is None if the ticket contains none, and has no port if D cannot ask there before P has answered."""
+    """The source of a ticket's KV, and True if no store took its KV, so that D would have to compute the prompt. The
+    source is None if the ticket contains none, and has no port if D cannot ask there before P has answered."""
     try:
         ticket = _TICKET.decode(params)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None, False
     port = (ticket.remote_port or 0) if ticket.remote_prefixes is not None else 0
     host, ranks, seal = ticket.remote_host or "", ticket.remote_ranks, ticket.remote_address_seal
-    origin = KVSource(engine_id=ticket.remote_engine_id, host=host, port=port, ranks=ranks, seal=seal)
-    return origin, ticket.remote_stores == []
+    source = KVSource(engine_id=ticket.remote_engine_id, host=host, port=port, ranks=ranks, seal=seal)
+    return source, ticket.remote_stores == []

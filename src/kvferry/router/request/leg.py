@@ -27,7 +27,7 @@ import msgspec
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, PeerLost, TransferError
 from kvferry.core.ordered_set import OrderedSet
-from kvferry.core.runtime.tasks import Waiter
+from kvferry.core.runtime.tasks import WakeUp
 from kvferry.http.client.call import NO_HEAD, Call
 from kvferry.http.errors import AnswerTimeout, Overloaded, Unreachable
 from kvferry.http.headers import RawHeaders, find_header
@@ -135,7 +135,7 @@ class LegChanges(msgspec.Struct, eq=False):
     """Wakes the request that waits for its legs. A change between two waits is not missed."""
 
     _is_set: bool = False
-    _waiter: Waiter = msgspec.field(default_factory=Waiter)
+    _waiter: WakeUp = msgspec.field(default_factory=WakeUp)
     _error: Exception | None = None
 
     def notify(self) -> None:
@@ -243,7 +243,7 @@ class Leg:
         self.state, self.head, status = "begun", call.head, call.head.status
         self.first_byte_at = now = self._legs.now()
         self.progress_timeout.answer_began(self._legs.between_bytes_s, now)
-        self.work.answered()
+        self.work.on_answered()
         self.verdict = verdict(status)
         if self.verdict == "busy" and (self.work.computes or self.work.decodes):
             self.instance.pause_until(now + min(retry_after_s(self.head.headers), MAX_RETRY_AFTER_S))

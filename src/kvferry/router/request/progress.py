@@ -74,7 +74,7 @@ class ResumableStream(ABC):
         self._num_closing_bytes = 0
 
     def take(self, payload: bytes) -> bytes:
-        """Process the next piece of the body, and return the bytes to forward. Raises `UnreadableStream` if an event,
+        """Process the next chunk of the body, and return the bytes to forward. Raises `UnreadableStream` if an event,
         or the end of the stream, is too long."""
         if self._partial:
             payload, self._partial = self._partial + payload, b""

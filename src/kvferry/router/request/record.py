@@ -118,7 +118,7 @@ class RequestRecord:
                 timeline.prefill_done - timeline.prefill_started,
             )
 
-    def answered(self, leg: Leg, prefill: Leg | None) -> None:
+    def on_answered(self, leg: Leg, prefill: Leg | None) -> None:
         """Record that an answer for the client has begun; if it streams, with its first token. `prefill`: P's leg,
         whose KV it uses."""
         self.decision.first_byte = now = self.now()
@@ -138,7 +138,7 @@ class RequestRecord:
         else:
             self._answered = leg
 
-    def over(self, legs: list[Leg], num_bytes: int) -> None:
+    def on_ended(self, legs: list[Leg], num_bytes: int) -> None:
         """Record the end of the request and its legs. `num_bytes`: bytes of a complete answer sent to the client, else
         0."""
         decision, last, observation = self.decision, legs[-1] if legs else None, self._observation

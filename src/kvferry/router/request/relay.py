@@ -155,8 +155,8 @@ def _hosts(instance: Instance) -> Iterator[str]:
     match instance.facts:
         case InstanceFacts() as facts:
             yield from (host for host, _ in [(facts.kv_host, facts.kv_port), *(facts.kv_ranks or [])] if host)
-        case VllmFacts(origins=origins):
-            yield from (origin.host for origin in origins if origin.host)
+        case VllmFacts(sources=sources):
+            yield from (source.host for source in sources if source.host)
 
 
 def stream_lost_error(error: PeerLost) -> InstanceLost | InstanceSilent:

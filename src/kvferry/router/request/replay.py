@@ -257,8 +257,8 @@ def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:
 def _has_content(event: dict[str, Any]) -> bool:
     if not event.get("choices"):
         return True  # usage
-    named = (*_TEXTS, *_LISTS, *_ONCE, "tool_calls")
-    return any(part.get(name) for _, _, part in _parts(event) for name in named)
+    fields = (*_TEXTS, *_LISTS, *_ONCE, "tool_calls")
+    return any(part.get(name) for _, _, part in _parts(event) for name in fields)
 
 
 def _parse(event: bytes) -> dict[str, Any]:

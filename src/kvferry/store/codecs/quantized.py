@@ -42,8 +42,8 @@ class QuantizedCodec(FramedCodec):
         numbers = _to_floats(span, self.layout.dtype)
         if not (np.abs(numbers) <= LARGEST[self.layout.dtype]).all():  # which NaN is not, either
             return None
-        pieces = [self._quantize(part, axis) for part, axis in self._parts(numbers, layer)]
-        return b"".join(pieces)
+        buffers = [self._quantize(part, axis) for part, axis in self._parts(numbers, layer)]
+        return b"".join(buffers)
 
     def _unpack(self, payload: memoryview, layer: int, into: memoryview) -> None:
         if len(payload) != self._packed_bytes(layer):

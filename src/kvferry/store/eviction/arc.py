@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvferry.store.eviction.base import EvictionPolicy, Key
+from kvferry.store.eviction.base import BlockKey, EvictionPolicy
 
-Queue = OrderedDict[Key, None]
+Queue = OrderedDict[BlockKey, None]
 
 
 class Arc(EvictionPolicy):
@@ -23,7 +23,7 @@ class Arc(EvictionPolicy):
         self._recent_target = 0.0
         """Target number of blocks that were used once; adapted. The paper's p."""
 
-    def _insert(self, key: Key, now: float, parent: Key | None) -> None:
+    def _insert(self, key: BlockKey, now: float, parent: BlockKey | None) -> None:
         if key in self._recent_ghosts:
             step = max(1.0, len(self._frequent_ghosts) / len(self._recent_ghosts))
             self._recent_target = min(float(self.capacity), self._recent_target + step)
@@ -37,21 +37,21 @@ class Arc(EvictionPolicy):
         else:
             self._recent[key] = None
 
-    def _access(self, key: Key, now: float) -> None:
+    def _access(self, key: BlockKey, now: float) -> None:
         self._remove(key)
         self._frequent[key] = None
 
-    def _remove(self, key: Key) -> None:
+    def _remove(self, key: BlockKey) -> None:
         (self._recent if key in self._recent else self._frequent).pop(key)
 
-    def _victim(self, now: float) -> Key | None:
+    def _victim(self, now: float) -> BlockKey | None:
         if self._recent and (len(self._recent) > self._recent_target or not self._frequent):
             return self._evict_oldest(self._recent, self._recent_ghosts)
         if self._frequent:
             return self._evict_oldest(self._frequent, self._frequent_ghosts)
         return None
 
-    def _evict_oldest(self, queue: Queue, ghosts: Queue) -> Key:
+    def _evict_oldest(self, queue: Queue, ghosts: Queue) -> BlockKey:
         key, _ = queue.popitem(last=False)
         ghosts[key] = None
         while len(self._recent) + len(self._recent_ghosts) > self.capacity and self._recent_ghosts:
@@ -60,12 +60,12 @@ class Arc(EvictionPolicy):
             (self._frequent_ghosts or self._recent_ghosts).popitem(last=False)
         return key
 
-    def _restore(self, key: Key, now: float) -> None:
+    def _restore(self, key: BlockKey, now: float) -> None:
         self._recent_ghosts.pop(key, None)
         self._frequent_ghosts.pop(key, None)
         self._frequent[key] = None
 
-    def _orders(self, key: Key) -> bool:
+    def _orders(self, key: BlockKey) -> bool:
         return key in self._recent or key in self._frequent
 
     def _num_ordered(self) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvferry.store.eviction.base import Key
+from kvferry.store.eviction.base import BlockKey
 from kvferry.store.eviction.lru import Lru
 
 
 class Fifo(Lru):
     """LRU's queue, in which a use moves nothing."""
 
-    def _access(self, key: Key, now: float) -> None:
+    def _access(self, key: BlockKey, now: float) -> None:
         return

@@ -12,10 +12,10 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-from kvferry.store.eviction.base import EvictionPolicy, Key
+from kvferry.store.eviction.base import BlockKey, EvictionPolicy
 from kvferry.store.eviction.lru import Lru
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class GuardedPolicy:
@@ -24,47 +24,47 @@ class GuardedPolicy:
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
         """The policy that currently decides."""
-        self._pins: OrderedDict[Key, int] = OrderedDict()
+        self._pins: OrderedDict[BlockKey, int] = OrderedDict()
         """Number of pins of every cached block, the least recently used block first."""
         self._num_pinned = 0
 
-    def insert(self, key: Key, now: float, parent: Key | None = None) -> None:
+    def insert(self, key: BlockKey, now: float, parent: BlockKey | None = None) -> None:
         """Add a block."""
         self._pins.setdefault(key, 0)
         self._pins.move_to_end(key)
         self._report_to_policy(self.policy.insert, key, now, parent)
 
-    def access(self, key: Key, now: float) -> None:
+    def access(self, key: BlockKey, now: float) -> None:
         """Record a use of a block; ignored if it is not cached."""
         if key in self._pins:
             self._pins.move_to_end(key)
             self._report_to_policy(self.policy.access, key, now)
 
-    def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
+    def finish(self, keys: Iterable[BlockKey], num_output_tokens: int, now: float) -> None:
         """The request whose prompt consists of `keys` has got its whole answer."""
         self._report_to_policy(self.policy.finish, keys, num_output_tokens, now)
 
-    def remove(self, key: Key) -> None:
+    def remove(self, key: BlockKey) -> None:
         """Remove a block for another reason than eviction; ignored if it is not cached."""
         if key in self._pins:
             self._num_pinned -= self._pins.pop(key) > 0
             self._report_to_policy(self.policy.remove, key)
 
-    def pin(self, key: Key) -> None:
+    def pin(self, key: BlockKey) -> None:
         """Protect a block from eviction until `unpin` was called as often as `pin`; ignored if it is not cached."""
         if key in self._pins:
             self._num_pinned += self._pins[key] == 0
             self._pins[key] += 1
             self._report_to_policy(self.policy.pin, key)
 
-    def unpin(self, key: Key, now: float) -> None:
+    def unpin(self, key: BlockKey, now: float) -> None:
         """Undo one `pin`; ignored if the block is not pinned."""
         if self._pins.get(key):
             self._pins[key] -= 1
             self._num_pinned -= self._pins[key] == 0
             self._report_to_policy(self.policy.unpin, key, now)
 
-    def evict(self, now: float) -> Key | None:
+    def evict(self, now: float) -> BlockKey | None:
         """Choose a block to evict, and remove it. None if all blocks are pinned, or there are none."""
         if self._num_pinned == len(self._pins):
             return None
@@ -78,11 +78,11 @@ class GuardedPolicy:
         del self._pins[victim]
         return victim
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: BlockKey) -> bool:
         """True if the block is cached."""
         return key in self._pins
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[BlockKey]:
         """The cached blocks, the least recently used first."""
         return iter(self._pins)
 
@@ -98,7 +98,7 @@ class GuardedPolicy:
             self._replace(error)
 
     def _replace(self, error: Exception) -> None:
-        log.error("eviction policy %s failed; LRU takes its place", type(self.policy).__qualname__, exc_info=error)
+        logger.error("eviction policy %s failed; LRU takes its place", type(self.policy).__qualname__, exc_info=error)
         self.policy = Lru(max(1, len(self._pins)))
         for key, num_pins in self._pins.items():
             self.policy.insert(key, 0.0)

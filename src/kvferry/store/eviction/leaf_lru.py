@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvferry.store.eviction.base import EvictionPolicy, Key
+from kvferry.store.eviction.base import BlockKey, EvictionPolicy
 
 ALLOWED_STALE = 64
 
@@ -16,17 +16,17 @@ class LeafLru(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._batches: deque[list[Key]] = deque([[]])
+        self._batches: deque[list[BlockKey]] = deque([[]])
         self._num_entries = 0
         """Number of entries in all batches, including the stale entries of blocks that were used again."""
-        self._batch_of: dict[Key, list[Key]] = {}
-        self._positions: dict[Key, tuple[Key | None, int]] = {}
+        self._batch_of: dict[BlockKey, list[BlockKey]] = {}
+        self._positions: dict[BlockKey, tuple[BlockKey | None, int]] = {}
         """Each block's parent, and the number of blocks before it in its prompt, as far as they were cached."""
-        self._num_children: dict[Key, int] = {}
+        self._num_children: dict[BlockKey, int] = {}
         self._newest_depth = -1
         """The depth of the block that was used last."""
 
-    def _insert(self, key: Key, now: float, parent: Key | None) -> None:
+    def _insert(self, key: BlockKey, now: float, parent: BlockKey | None) -> None:
         depth = 0
         if parent is not None:
             if parent in self._positions:
@@ -35,10 +35,10 @@ class LeafLru(EvictionPolicy):
         self._positions[key] = parent, depth
         self._append(key, depth)
 
-    def _access(self, key: Key, now: float) -> None:
+    def _access(self, key: BlockKey, now: float) -> None:
         self._append(key, self._positions[key][1])
 
-    def _append(self, key: Key, depth: int) -> None:
+    def _append(self, key: BlockKey, depth: int) -> None:
         if depth <= self._newest_depth:
             self._batches.append([])
         self._newest_depth = depth
@@ -54,7 +54,7 @@ class LeafLru(EvictionPolicy):
         self._batch_of = {key: batch for batch in self._batches for key in batch}
         self._num_entries = len(self._batch_of)
 
-    def _remove(self, key: Key) -> None:
+    def _remove(self, key: BlockKey) -> None:
         del self._batch_of[key]
         parent, _ = self._positions.pop(key)
         if parent is not None:
@@ -64,7 +64,7 @@ class LeafLru(EvictionPolicy):
             else:
                 del self._num_children[parent]
 
-    def _victim(self, now: float) -> Key | None:
+    def _victim(self, now: float) -> BlockKey | None:
         moves_left = len(self._batch_of)  # more are only needed if blocks precede each other in a circle
         while self._batch_of:
             batch = self._batches[0]
@@ -86,10 +86,10 @@ class LeafLru(EvictionPolicy):
             return key
         return None
 
-    def _restore(self, key: Key, now: float) -> None:
+    def _restore(self, key: BlockKey, now: float) -> None:
         self._insert(key, now, None)
 
-    def _orders(self, key: Key) -> bool:
+    def _orders(self, key: BlockKey) -> bool:
         return key in self._batch_of
 
     def _num_ordered(self) -> int:

@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
-from kvferry.store.eviction.base import EvictionPolicy, Key
+from kvferry.store.eviction.base import BlockKey, EvictionPolicy
 from kvferry.store.eviction.reuse_model import ReuseModel
 
 EXTRA_HISTORY = 65_536
@@ -111,7 +111,7 @@ class ReuseRun:
         self.before = before
         self.num_before: int = 0 if before is None else before.num_before + 1
         self.size, self.output = 0, UNKNOWN_OUTPUT
-        self.last: Key | None = None
+        self.last: BlockKey | None = None
         self.num_kept = self.num_kept_after = 0
         """Number of cached blocks of this run, and of runs directly after it that have some."""
         self.groups: dict[Group, None] = {}
@@ -136,7 +136,7 @@ class Group:
 
     def __init__(self, run: ReuseRun, num_uses: int, now: float) -> None:
         self.run, self.num_uses, self.started = run, num_uses, now
-        self.keys: dict[Key, int] = {}
+        self.keys: dict[BlockKey, int] = {}
         self.is_sorted, self.last_index = True, -1
         """True if `keys` are in the order of their indices; and the index of the key that was added last."""
         self.is_rest = False
@@ -145,12 +145,12 @@ class Group:
         """Time at which a use last began to move some of its blocks to another group."""
         self.class_number = self.trial = -1
 
-    def add(self, key: Key, index: int) -> None:
+    def add(self, key: BlockKey, index: int) -> None:
         """Add a block at its index; blocks that an eviction skipped come back in any order."""
         self.is_sorted = not self.keys or (self.is_sorted and index > self.last_index)
         self.keys[key] = self.last_index = index
 
-    def last(self) -> Key:
+    def last(self) -> BlockKey:
         """The block furthest from the beginning of the run."""
         if not self.is_sorted:
             self.keys, self.is_sorted = dict(sorted(self.keys.items(), key=itemgetter(1))), True
@@ -178,8 +178,8 @@ class LearnedPolicy(EvictionPolicy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._model = ReuseModel()
-        self._groups: dict[Key, Group] = {}
-        self._history: OrderedDict[Key, tuple[Group, int]] = OrderedDict()
+        self._groups: dict[BlockKey, Group] = {}
+        self._history: OrderedDict[BlockKey, tuple[Group, int]] = OrderedDict()
         """Group and index of blocks that were evicted or skipped."""
         self._queues: dict[int, AgeQueue[Group]] = {}
         self._split: dict[Group, None] = {}
@@ -195,7 +195,7 @@ class LearnedPolicy(EvictionPolicy):
         """The group that the last block was evicted from, whose worth was computed at `_evaluated_at`."""
         self._evaluated_at = -math.inf
 
-    def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
+    def finish(self, keys: Iterable[BlockKey], num_output_tokens: int, now: float) -> None:
         """Record the length of the answer at the runs that this request inserted."""
         bucket = min(int(math.log2(num_output_tokens + 1) / 1.5), UNKNOWN_OUTPUT - 1)
         groups = dict.fromkeys(group for key in keys if (group := self._group_of(key)))
@@ -205,7 +205,7 @@ class LearnedPolicy(EvictionPolicy):
         for group in groups:
             self._classify(group)
 
-    def _insert(self, key: Key, now: float, parent: Key | None) -> None:
+    def _insert(self, key: BlockKey, now: float, parent: BlockKey | None) -> None:
         past = self._history.pop(key, None)
         if past is not None:
             self._record_use(key, *past, now)
@@ -221,11 +221,11 @@ class LearnedPolicy(EvictionPolicy):
         if group.class_number < 0 or group.run.output != UNKNOWN_OUTPUT:  # else its size does not matter yet
             self._classify(group)
 
-    def _access(self, key: Key, now: float) -> None:
+    def _access(self, key: BlockKey, now: float) -> None:
         group = self._groups[key]
         self._record_use(key, group, self._remove_from_group(key, group), now)
 
-    def _record_use(self, key: Key, group: Group, index: int, now: float) -> None:
+    def _record_use(self, key: BlockKey, group: Group, index: int, now: float) -> None:
         """Move a block of `group`, which it has left, to the group of the other blocks that the same request uses."""
         target = self._moves.get(group)
         if target is None or now - target.started > self.same_request_s:
@@ -249,20 +249,20 @@ class LearnedPolicy(EvictionPolicy):
             moves.popitem(last=False)
         return target
 
-    def _group_of(self, key: Key) -> Group | None:
+    def _group_of(self, key: BlockKey) -> Group | None:
         """The block's group, also if the block was evicted."""
         group = self._groups.get(key)
         if group is None and (past := self._history.get(key)) is not None:
             group = past[0]
         return group
 
-    def _remove(self, key: Key) -> None:
+    def _remove(self, key: BlockKey) -> None:
         group = self._groups[key]
         self._history[key] = group, self._remove_from_group(key, group)
         if len(self._history) > self.capacity + EXTRA_HISTORY:
             self._history.popitem(last=False)
 
-    def _victim(self, now: float) -> Key | None:
+    def _victim(self, now: float) -> BlockKey | None:
         while self._groups:
             if self._num_evictions_left <= 0 or not self._ranking or now - self._ranked_at > self.ranking_s:
                 self._rank(now)
@@ -284,14 +284,14 @@ class LearnedPolicy(EvictionPolicy):
             return key
         return None
 
-    def _restore(self, key: Key, now: float) -> None:
+    def _restore(self, key: BlockKey, now: float) -> None:
         past = self._history.pop(key, None)
         if past is None:  # pinned for so long that it was forgotten
             self._insert(key, now, None)
         else:
             self._add_to_group(key, *past)
 
-    def _orders(self, key: Key) -> bool:
+    def _orders(self, key: BlockKey) -> bool:
         return key in self._groups
 
     def _num_ordered(self) -> int:
@@ -321,7 +321,7 @@ class LearnedPolicy(EvictionPolicy):
                     self._add_to_group(key, rest, self._remove_from_group(key, group))
                 self._classify(rest)
 
-    def _add_to_group(self, key: Key, group: Group, index: int) -> None:
+    def _add_to_group(self, key: BlockKey, group: Group, index: int) -> None:
         run = group.run
         self._groups[key] = group
         run.num_kept += 1
@@ -336,7 +336,7 @@ class LearnedPolicy(EvictionPolicy):
             run.groups[group] = None
             self._enqueue(group)
 
-    def _remove_from_group(self, key: Key, group: Group) -> int:
+    def _remove_from_group(self, key: BlockKey, group: Group) -> int:
         """Remove a block from its group; returns its index in its run."""
         run = group.run
         del self._groups[key]

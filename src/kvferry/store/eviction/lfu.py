@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvferry.store.eviction.base import EvictionPolicy, Key
+from kvferry.store.eviction.base import BlockKey, EvictionPolicy
 
 
 class Lfu(EvictionPolicy):
@@ -13,23 +13,23 @@ class Lfu(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._uses: dict[Key, int] = {}
-        self._queues: dict[int, OrderedDict[Key, None]] = {}
+        self._uses: dict[BlockKey, int] = {}
+        self._queues: dict[int, OrderedDict[BlockKey, None]] = {}
         self._min_uses = 0
         """The smallest number of uses of a block in the order."""
 
-    def _insert(self, key: Key, now: float, parent: Key | None) -> None:
+    def _insert(self, key: BlockKey, now: float, parent: BlockKey | None) -> None:
         self._link(key, 1)
 
-    def _access(self, key: Key, now: float) -> None:
+    def _access(self, key: BlockKey, now: float) -> None:
         uses = self._uses[key]
         self._unlink(key)
         self._link(key, uses + 1)
 
-    def _remove(self, key: Key) -> None:
+    def _remove(self, key: BlockKey) -> None:
         self._unlink(key)
 
-    def _victim(self, now: float) -> Key | None:
+    def _victim(self, now: float) -> BlockKey | None:
         if not self._uses:
             return None
         while self._min_uses not in self._queues:  # amortized: at most one iteration for each counted use
@@ -38,21 +38,21 @@ class Lfu(EvictionPolicy):
         self._unlink(key)
         return key
 
-    def _restore(self, key: Key, now: float) -> None:
+    def _restore(self, key: BlockKey, now: float) -> None:
         self._link(key, 1)
 
-    def _orders(self, key: Key) -> bool:
+    def _orders(self, key: BlockKey) -> bool:
         return key in self._uses
 
     def _num_ordered(self) -> int:
         return len(self._uses)
 
-    def _link(self, key: Key, uses: int) -> None:
+    def _link(self, key: BlockKey, uses: int) -> None:
         self._uses[key] = uses
         self._queues.setdefault(uses, OrderedDict())[key] = None
         self._min_uses = min(self._min_uses, uses)
 
-    def _unlink(self, key: Key) -> None:
+    def _unlink(self, key: BlockKey) -> None:
         uses = self._uses.pop(key)
         queue = self._queues[uses]
         del queue[key]

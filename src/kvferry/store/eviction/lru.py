@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvferry.store.eviction.base import EvictionPolicy, Key
+from kvferry.store.eviction.base import BlockKey, EvictionPolicy
 
 
 class Lru(EvictionPolicy):
@@ -12,24 +12,24 @@ class Lru(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._queue: OrderedDict[Key, None] = OrderedDict()
+        self._queue: OrderedDict[BlockKey, None] = OrderedDict()
 
-    def _insert(self, key: Key, now: float, parent: Key | None) -> None:
+    def _insert(self, key: BlockKey, now: float, parent: BlockKey | None) -> None:
         self._queue[key] = None
 
-    def _access(self, key: Key, now: float) -> None:
+    def _access(self, key: BlockKey, now: float) -> None:
         self._queue.move_to_end(key)
 
-    def _remove(self, key: Key) -> None:
+    def _remove(self, key: BlockKey) -> None:
         del self._queue[key]
 
-    def _victim(self, now: float) -> Key | None:
+    def _victim(self, now: float) -> BlockKey | None:
         return self._queue.popitem(last=False)[0] if self._queue else None
 
-    def _restore(self, key: Key, now: float) -> None:
+    def _restore(self, key: BlockKey, now: float) -> None:
         self._queue[key] = None
 
-    def _orders(self, key: Key) -> bool:
+    def _orders(self, key: BlockKey) -> bool:
         return key in self._queue
 
     def _num_ordered(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 
-from kvferry.store.eviction.base import EvictionPolicy, Key
+from kvferry.store.eviction.base import BlockKey, EvictionPolicy
 from kvferry.store.eviction.leaf_lru import LeafLru
 from kvferry.store.eviction.learned import LearnedPolicy
 
@@ -30,10 +30,10 @@ class Shadow:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
-        self.evicted: OrderedDict[Key, None] = OrderedDict()
+        self.evicted: OrderedDict[BlockKey, None] = OrderedDict()
         """Blocks that the cache keeps although this policy has evicted them, in that order."""
 
-    def use(self, key: Key, now: float, parent: Key | None, size: int, cached: Container[Key]) -> bool:
+    def use(self, key: BlockKey, now: float, parent: BlockKey | None, size: int, cached: Container[BlockKey]) -> bool:
         """Record a use or an insertion of a block in the cache, which then has `size` blocks. Returns true if this
         shadow had it."""
         policy = self.policy
@@ -45,12 +45,12 @@ class Shadow:
         self.shrink(size, now, cached)
         return False
 
-    def shrink(self, size: int, now: float, cached: Container[Key]) -> None:
+    def shrink(self, size: int, now: float, cached: Container[BlockKey]) -> None:
         """Evict until there are at most `size` blocks."""
         while self.policy._num_ordered() > size:
             self.evict(now, cached)
 
-    def evict(self, now: float, cached: Container[Key]) -> None:
+    def evict(self, now: float, cached: Container[BlockKey]) -> None:
         """Evict a block; there must be one. `cached`: the blocks of the cache."""
         key = self.policy._victim(now)
         if key in cached:
@@ -62,7 +62,7 @@ class Reuse(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._parents: dict[Key, Key | None] = {}
+        self._parents: dict[BlockKey, BlockKey | None] = {}
         """Every block in the order, with its parent."""
         self.learned, self.lru = Shadow(LearnedPolicy(capacity)), Shadow(LeafLru(capacity))
         self._followed = self.learned
@@ -72,18 +72,18 @@ class Reuse(EvictionPolicy):
         """Hits by which this cache leads LRU's shadow."""
         self._num_uses = self._num_learned_hits = 0
 
-    def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
+    def finish(self, keys: Iterable[BlockKey], num_output_tokens: int, now: float) -> None:
         """Report the answer's length to the learned order."""
         self.learned.policy.finish(keys, num_output_tokens, now)
 
-    def _insert(self, key: Key, now: float, parent: Key | None) -> None:
+    def _insert(self, key: BlockKey, now: float, parent: BlockKey | None) -> None:
         self._parents[key] = parent
         self._record_use(key, now, parent, was_cached=False)
 
-    def _access(self, key: Key, now: float) -> None:
+    def _access(self, key: BlockKey, now: float) -> None:
         self._record_use(key, now, self._parents[key], was_cached=True)
 
-    def _record_use(self, key: Key, now: float, parent: Key | None, *, was_cached: bool) -> None:
+    def _record_use(self, key: BlockKey, now: float, parent: BlockKey | None, *, was_cached: bool) -> None:
         size = len(self._parents) + len(self._skipped)
         learned = self.learned.use(key, now, parent, size, self._parents)
         lru = self.lru.use(key, now, parent, size, self._parents)
@@ -105,12 +105,12 @@ class Reuse(EvictionPolicy):
             if self._lead > lost_hits + max(0, -self._gain):
                 self._followed, self._lead = self.learned, 0
 
-    def _remove(self, key: Key) -> None:
+    def _remove(self, key: BlockKey) -> None:
         del self._parents[key]
         self.learned.evicted.pop(key, None)
         self.lru.evicted.pop(key, None)
 
-    def _victim(self, now: float) -> Key | None:
+    def _victim(self, now: float) -> BlockKey | None:
         if not self._parents:
             return None
         evicted = self._followed.evicted
@@ -123,13 +123,13 @@ class Reuse(EvictionPolicy):
         self.lru.shrink(size, now, self._parents)
         return victim
 
-    def _restore(self, key: Key, now: float) -> None:
+    def _restore(self, key: BlockKey, now: float) -> None:
         self._parents[key] = None
         for shadow in (self.learned, self.lru):
             if not shadow.policy._orders(key):
                 shadow.policy._restore(key, now)
 
-    def _orders(self, key: Key) -> bool:
+    def _orders(self, key: BlockKey) -> bool:
         return key in self._parents
 
     def _num_ordered(self) -> int:

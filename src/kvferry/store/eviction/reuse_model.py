@@ -144,8 +144,8 @@ def _gap_distribution(gaps: Floats, ages: Floats, weights: Floats) -> Floats:
     observed = gaps[reused]
     observable_share = 1.0 - np.searchsorted(np.sort(ages), observed) / len(ages)
     bins = np.clip(np.searchsorted(EDGES_S, observed, side="right") - 1, 0, NUM_EDGES - 2)
-    counted = np.bincount(
+    counts = np.bincount(
         bins, weights=weights[reused] / np.maximum(observable_share, MIN_SEEN_SHARE), minlength=NUM_EDGES - 1
     ).astype(np.float64)
-    counted += (EVENLY_SPREAD_SHARE * counted.sum() + 1.0) / (NUM_EDGES - 1)
-    return np.concatenate([[0.0], np.cumsum(counted / counted.sum())])
+    counts += (EVENLY_SPREAD_SHARE * counts.sum() + 1.0) / (NUM_EDGES - 1)
+    return np.concatenate([[0.0], np.cumsum(counts / counts.sum())])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvferry.store.eviction.base import EvictionPolicy, Key
+from kvferry.store.eviction.base import BlockKey, EvictionPolicy
 
 SMALL_SHARE = 0.1
 
@@ -21,26 +21,26 @@ class S3Fifo(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._small: OrderedDict[Key, int] = OrderedDict()
-        self._main: OrderedDict[Key, int] = OrderedDict()
-        self._ghosts: OrderedDict[Key, None] = OrderedDict()
+        self._small: OrderedDict[BlockKey, int] = OrderedDict()
+        self._main: OrderedDict[BlockKey, int] = OrderedDict()
+        self._ghosts: OrderedDict[BlockKey, None] = OrderedDict()
         self._small_target = max(1, int(capacity * SMALL_SHARE))
 
-    def _insert(self, key: Key, now: float, parent: Key | None) -> None:
+    def _insert(self, key: BlockKey, now: float, parent: BlockKey | None) -> None:
         if key in self._ghosts:
             del self._ghosts[key]
             self._main[key] = 0
         else:
             self._small[key] = 0
 
-    def _access(self, key: Key, now: float) -> None:
+    def _access(self, key: BlockKey, now: float) -> None:
         queue = self._small if key in self._small else self._main
         queue[key] = min(queue[key] + 1, self.max_uses)
 
-    def _remove(self, key: Key) -> None:
+    def _remove(self, key: BlockKey) -> None:
         (self._small if key in self._small else self._main).pop(key)
 
-    def _victim(self, now: float) -> Key | None:
+    def _victim(self, now: float) -> BlockKey | None:
         while self._small or self._main:
             if self._small and (len(self._small) > self._small_target or not self._main):
                 victim = self._pop_small()
@@ -50,7 +50,7 @@ class S3Fifo(EvictionPolicy):
                 return victim
         return None
 
-    def _pop_small(self) -> Key | None:
+    def _pop_small(self) -> BlockKey | None:
         """Remove the oldest block of the small queue; it moves to the main queue if it was used meanwhile."""
         key, uses = self._small.popitem(last=False)
         if uses > 0:
@@ -61,7 +61,7 @@ class S3Fifo(EvictionPolicy):
             self._ghosts.popitem(last=False)
         return key
 
-    def _pop_main(self) -> Key | None:
+    def _pop_main(self) -> BlockKey | None:
         """Evict the oldest block of the main queue, or move it to the end, once for each of its uses."""
         key, uses = self._main.popitem(last=False)
         if uses == 0:
@@ -69,11 +69,11 @@ class S3Fifo(EvictionPolicy):
         self._main[key] = uses - 1
         return None
 
-    def _restore(self, key: Key, now: float) -> None:
+    def _restore(self, key: BlockKey, now: float) -> None:
         self._ghosts.pop(key, None)
         self._main[key] = 0
 
-    def _orders(self, key: Key) -> bool:
+    def _orders(self, key: BlockKey) -> bool:
         return key in self._small or key in self._main
 
     def _num_ordered(self) -> int:

@@ -30,9 +30,9 @@ from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.access import ACCESS, FileAccess
 from kvferry.store.base import (
     Block,
+    BlockRead,
     LayerStore,
-    Put,
-    Read,
+    PutResult,
     SharedStore,
     StoreBytes,
     StoreFull,
@@ -46,7 +46,7 @@ from kvferry.store.media.file_room import PIN_SUFFIX, SUFFIX, FileRoom, Removed,
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -91,7 +91,7 @@ class FileStore(SharedStore, LayerStore):
 
     options_type = FileOptions
     options: FileOptions
-    ends_calls = True
+    cancels_at_once = True
 
     def __init__(self, location: str, options: FileOptions, layout: KVLayout, machine: Machine = MACHINE) -> None:
         super().__init__(location, options, layout, machine)
@@ -124,7 +124,7 @@ class FileStore(SharedStore, LayerStore):
         """Makes one `stat` call for each block."""
         return await self._match_threads.run(lambda stop: self._match(hashes))
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         """One `preadv` for each block. The threads read at the same time, because a disk with one request at a time is
         half idle."""
         return await self._read_in_parallel(reads, self._get)
@@ -133,7 +133,7 @@ class FileStore(SharedStore, LayerStore):
         """Two `preadv` for each block: the header and the layer."""
         return await self._read_in_parallel(reads, lambda read, stop: self._get_layer(read[0], layer, read[1], stop))
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         """Each block is written to a temporary file beside the final one, and renamed."""
         return await self._threads.run(lambda stop: self._put(blocks, stop))
 
@@ -201,7 +201,7 @@ class FileStore(SharedStore, LayerStore):
                 raise StoreError(f"cannot read the directory {self._folder}: {error.strerror}") from error
         return len(hashes)
 
-    def _get(self, read: Read, stop: Stop) -> bool:
+    def _get(self, read: BlockRead, stop: Stop) -> bool:
         def decode(file: int, scratch: memoryview) -> int:
             record = scratch[: min(self._disk.num_bytes(file), len(scratch))]
             self._disk.read(file, [record], 0)
@@ -239,7 +239,7 @@ class FileStore(SharedStore, LayerStore):
             self._record_missing(block_hash)
             return False
         except (CorruptBlock, NotAFile) as error:
-            log.warning("block %s is removed: %s", path, error)
+            logger.warning("block %s is removed: %s", path, error)
             self.activity.count(corrupt_blocks=1)
             self._remove(block_hash)
             return False
@@ -257,41 +257,41 @@ class FileStore(SharedStore, LayerStore):
         scratch: memoryview = self._local.scratch
         return scratch
 
-    def _put(self, blocks: Sequence[Block], stop: Stop) -> list[Put]:
-        outcomes: list[Put] = []
+    def _put(self, blocks: Sequence[Block], stop: Stop) -> list[PutResult]:
+        outcomes: list[PutResult] = []
         for block in blocks:
             try:
-                outcomes.append(Put.DROPPED if stop.requested else self._put_one(block))
+                outcomes.append(PutResult.DROPPED if stop.requested else self._put_one(block))
             except OSError as error:
                 if error.errno in FULL:
                     self.activity.warn_full(StoreFull(f"{self.root}: {error.strerror}"))
                     self.activity.count(dropped_blocks=1)
-                    outcomes.append(Put.DROPPED)
+                    outcomes.append(PutResult.DROPPED)
                     continue
                 self.activity.count(dropped_blocks=len(blocks) - len(outcomes))
                 raise StoreError(f"cannot write a block to {self._folder}: {error.strerror}") from error
         return outcomes
 
-    def _put_one(self, block: Block) -> Put:
+    def _put_one(self, block: Block) -> PutResult:
         path = self._path(block.block_hash)
         if self._disk.touch(path):
             self.activity.count(present_blocks=1)
             self._room.accessed(path)
             self._record_stored(block)
-            return Put.PRESENT
+            return PutResult.PRESENT
         record = self.records.encode(block.block_hash, block.layers)
-        num_bytes = sum(len(piece) for piece in record)
+        num_bytes = sum(len(buffer) for buffer in record)
         fits, removed = self._room.admit(num_bytes)
         self._record_evictions(removed)
         if not fits:
             self.activity.warn_full(StoreFull(f"{self.root}: what is pinned leaves no room within max_bytes"))
             self.activity.count(dropped_blocks=1)
-            return Put.DROPPED
+            return PutResult.DROPPED
         self._disk.write(path, record, self._access, fsync=self.options.fsync)
         self.activity.count(stored_blocks=1, written_bytes=num_bytes)
         self._record_stored(block)
         self._record_evictions(self._room.written(path, self._path(block.parent) if block.parent else None, num_bytes))
-        return Put.STORED
+        return PutResult.STORED
 
     def _record_evictions(self, removed: Removed) -> None:
         self.activity.count(evicted_blocks=removed.num_evicted)

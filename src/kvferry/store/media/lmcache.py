@@ -31,8 +31,8 @@ from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.base import (
     MAX_NOTE_BYTES,
     Block,
-    Put,
-    Read,
+    BlockRead,
+    PutResult,
     SharedStore,
     StoreBytes,
     StoreFull,
@@ -85,7 +85,7 @@ class LMCacheStore(SharedStore):
 
     options_type = LMCacheOptions
     options: LMCacheOptions
-    ends_calls = True
+    cancels_at_once = True
 
     def __init__(self, location: str, options: LMCacheOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
@@ -124,19 +124,23 @@ class LMCacheStore(SharedStore):
                 return index
         return len(hashes)
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         """Reads the sets, then the blocks. A block whose slot has another value is removed from the index."""
         hits: list[bool] = []
         for part in self._parts(reads):
             hits += await self._get(part)
         return hits
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         """Blocks that are stored already are not sent."""
-        outcomes: list[Put] = []
+        outcomes: list[PutResult] = []
         for part in self._parts(blocks):
             outcomes += await self._put(part)
-        counts = {"stored_blocks": Put.STORED, "present_blocks": Put.PRESENT, "dropped_blocks": Put.DROPPED}
+        counts = {
+            "stored_blocks": PutResult.STORED,
+            "present_blocks": PutResult.PRESENT,
+            "dropped_blocks": PutResult.DROPPED,
+        }
         self.activity.count(**{name: outcomes.count(outcome) for name, outcome in counts.items()})
         return outcomes
 
@@ -194,7 +198,7 @@ class LMCacheStore(SharedStore):
 
     # One batch.
 
-    async def _get(self, reads: Sequence[Read]) -> list[bool]:
+    async def _get(self, reads: Sequence[BlockRead]) -> list[bool]:
         sets = await self.sets.read([read.block_hash for read in reads])
         addresses = [self.sets.find(sets, read.block_hash) for read in reads]
         keys = [self.sets.slot_key(address) for address in addresses if address is not None]
@@ -211,7 +215,7 @@ class LMCacheStore(SharedStore):
             await self._touch([read.block_hash for read, _, is_hit in results if is_hit], sets)
         return hits
 
-    def _decode(self, read: Read, record: bytes | DamagedValue | None, stop: Stop) -> bool:
+    def _decode(self, read: BlockRead, record: bytes | DamagedValue | None, stop: Stop) -> bool:
         if record is None or record == b"" or self._holds_another_block(read, record):
             self.activity.count(missing_blocks=1)
             self.activity.removed([read.block_hash])
@@ -227,7 +231,7 @@ class LMCacheStore(SharedStore):
         self.activity.count(loaded_blocks=is_hit, read_bytes=is_hit * len(record))
         return is_hit
 
-    def _holds_another_block(self, read: Read, record: bytes | DamagedValue) -> bool:
+    def _holds_another_block(self, read: BlockRead, record: bytes | DamagedValue) -> bool:
         """True if the slot holds another block than its index entry."""
         if isinstance(record, DamagedValue):
             return False
@@ -249,7 +253,7 @@ class LMCacheStore(SharedStore):
         if old:
             await self._change(old, lambda slots, way: msgspec.structs.replace(slots[way], used_s=now))
 
-    async def _put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def _put(self, blocks: Sequence[Block]) -> list[PutResult]:
         async with self._put_lock:
             outcomes, claimed, evicted = await self._claim(blocks)
             self.activity.removed(evicted)
@@ -265,13 +269,13 @@ class LMCacheStore(SharedStore):
         self.activity.stored(
             block.block_hash
             for block, outcome in zip(blocks, outcomes, strict=True)
-            if outcome is not Put.DROPPED and block.block_hash not in evicted
+            if outcome is not PutResult.DROPPED and block.block_hash not in evicted
         )
         return outcomes
 
     async def _claim(
         self, blocks: Sequence[Block]
-    ) -> tuple[list[Put], list[tuple[Block, SlotAddress]], set[BlockHash]]:
+    ) -> tuple[list[PutResult], list[tuple[Block, SlotAddress]], set[BlockHash]]:
         """Choose slots for these blocks, and remove their former blocks from the index. Returns the outcomes, the
         blocks to send with their slots, and the evicted blocks."""
         outcomes, claimed, evicted = [], [], set[BlockHash]()
@@ -280,7 +284,7 @@ class LMCacheStore(SharedStore):
             for block in blocks:
                 outcome, way = self._make_room(sets[self.sets.set_of(block.block_hash)], block.block_hash, evicted)
                 outcomes.append(outcome)
-                if outcome is Put.STORED:
+                if outcome is PutResult.STORED:
                     claimed.append((block, SlotAddress(self.sets.set_of(block.block_hash), way)))
             for _, address in claimed:
                 sets[address.set_number][address.way] = LMCacheSlot(used_s=SYSTEM_CLOCK.wall())
@@ -301,23 +305,25 @@ class LMCacheStore(SharedStore):
     def _encode(self, block: Block, stop: Stop) -> bytes:
         return b"" if stop.requested else b"".join(self.records.encode(block.block_hash, block.layers))
 
-    def _make_room(self, slots: list[LMCacheSlot], block_hash: BlockHash, evicted: set[BlockHash]) -> tuple[Put, int]:
+    def _make_room(
+        self, slots: list[LMCacheSlot], block_hash: BlockHash, evicted: set[BlockHash]
+    ) -> tuple[PutResult, int]:
         """Choose the block's slot in its set, and mark it as the block's. Adds its former block to `evicted`."""
         now = SYSTEM_CLOCK.wall()
         for way, slot in enumerate(slots):
             if slot.block_hash == block_hash:
                 slots[way] = msgspec.structs.replace(slot, used_s=now)
-                return Put.PRESENT, way
+                return PutResult.PRESENT, way
         free = [way for way, slot in enumerate(slots) if not slot.pinned]
         if not free:
             self.activity.warn_full(StoreFull("all blocks that share a slot with these are pinned"))
-            return Put.DROPPED, 0
+            return PutResult.DROPPED, 0
         way = min(free, key=lambda way: slots[way].used_s)  # 0: never used; now: about to be used
         evicted.discard(block_hash)
         if slots[way].block_hash:
             evicted.add(slots[way].block_hash)
         slots[way] = LMCacheSlot(block_hash, now)
-        return Put.STORED, way
+        return PutResult.STORED, way
 
     async def _change(self, hashes: Sequence[BlockHash], change: _Change, *, empties: bool = False) -> int:
         """Change the slots of the blocks that are stored. Returns their number. `empties`: also remove their values."""

@@ -44,12 +44,12 @@ class LMCacheClient:
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
-        self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._connection_limit = asyncio.Semaphore(self.max_connections)
 
     async def close(self) -> None:
         """Close the connections that are idle."""
-        free, self._free = self._free, []
+        free, self._idle = self._idle, []
         for _, writer in free:
             writer.close()
 
@@ -114,7 +114,7 @@ class LMCacheClient:
         connections."""
         try:
             async with asyncio.timeout(self.command_s), self._connection_limit:
-                reader, writer = self._free.pop() if self._free else await self._connect()
+                reader, writer = self._idle.pop() if self._idle else await self._connect()
                 try:
                     yield reader, writer
                 except BaseException:
@@ -122,7 +122,7 @@ class LMCacheClient:
                     await self.close()  # the server may be gone, so the other connections may be broken too
                     raise
                 if not writer.is_closing():
-                    self._free.append((reader, writer))
+                    self._idle.append((reader, writer))
         except TimeoutError as error:
             raise StoreError(f"{self._name} does not answer") from error
         except asyncio.IncompleteReadError as error:

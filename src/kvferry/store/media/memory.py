@@ -22,7 +22,16 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.host.machine import require_memory
 from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.store.arena import Arena, rendezvous_id
-from kvferry.store.base import Block, LayerStore, Put, Read, SharedStore, StoreOptions, StoreThreads, require_short_note
+from kvferry.store.base import (
+    Block,
+    BlockRead,
+    LayerStore,
+    PutResult,
+    SharedStore,
+    StoreOptions,
+    StoreThreads,
+    require_short_note,
+)
 from kvferry.store.copying import copy_bytes
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.media.memory_index import ArenaSlot, MemoryIndex, table_bytes
@@ -65,7 +74,7 @@ class MemoryStore(SharedStore, LayerStore):
 
     options_type = MemoryOptions
     options: MemoryOptions
-    ends_calls = True
+    cancels_at_once = True
     medium = "CPU"
     index_type: type[MemoryIndex] = MemoryIndex
 
@@ -139,14 +148,14 @@ class MemoryStore(SharedStore, LayerStore):
         """Takes the lock once."""
         return await self._threads.run(lambda stop: self._match(hashes))
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         """Takes the lock once, then copies each block without it."""
         return await self._threads.run(lambda stop: self._get(reads, stop))
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
         return await self._threads.run(lambda stop: self._get_layer(layer, reads, stop))
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         """Takes the lock twice, to reserve slots and to commit the blocks, and copies each block in between."""
         return await self._threads.run(lambda stop: [out for part in self._parts(blocks) for out in self._put(part)])
 
@@ -205,11 +214,11 @@ class MemoryStore(SharedStore, LayerStore):
         self.activity.removed(missing)
         return slots
 
-    def _get(self, reads: Sequence[Read], stop: Stop) -> list[bool]:
+    def _get(self, reads: Sequence[BlockRead], stop: Stop) -> list[bool]:
         slots = self._find([read.block_hash for read in reads])
         return [slot is not None and self._read(read, slot, stop) for read, slot in zip(reads, slots, strict=True)]
 
-    def _read(self, read: Read, slot: ArenaSlot, stop: Stop) -> bool:
+    def _read(self, read: BlockRead, slot: ArenaSlot, stop: Stop) -> bool:
         try:
             is_hit = self.records.decode(self._record(slot), read.block_hash, read.into, stop.write)
         except CorruptBlock:
@@ -250,31 +259,31 @@ class MemoryStore(SharedStore, LayerStore):
         part_size = max(1, self._num_slots // 2)
         return (blocks[first : first + part_size] for first in range(0, len(blocks), part_size))
 
-    def _put(self, blocks: Sequence[Block]) -> list[Put]:
-        outcomes = [Put.DROPPED] * len(blocks)
-        taken: dict[int, int] = {}
+    def _put(self, blocks: Sequence[Block]) -> list[PutResult]:
+        outcomes = [PutResult.DROPPED] * len(blocks)
+        new_slots: dict[int, int] = {}
         evicted: list[BlockHash] = []
         try:
-            self._reserve(blocks, taken, evicted, outcomes)
-            self._fill(blocks, taken, outcomes)
+            self._reserve(blocks, new_slots, evicted, outcomes)
+            self._fill(blocks, new_slots, outcomes)
         finally:
-            self._abandoned.extend(taken.values())
+            self._abandoned.extend(new_slots.values())
         self.activity.removed(evicted)
         self.activity.stored(
-            block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not Put.DROPPED
+            block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not PutResult.DROPPED
         )
         self.activity.count(
             evicted_blocks=len(evicted),
-            present_blocks=outcomes.count(Put.PRESENT),
-            stored_blocks=outcomes.count(Put.STORED),
-            dropped_blocks=outcomes.count(Put.DROPPED),
+            present_blocks=outcomes.count(PutResult.PRESENT),
+            stored_blocks=outcomes.count(PutResult.STORED),
+            dropped_blocks=outcomes.count(PutResult.DROPPED),
         )
         return outcomes
 
     def _reserve(
-        self, blocks: Sequence[Block], taken: dict[int, int], evicted: list[BlockHash], outcomes: list[Put]
+        self, blocks: Sequence[Block], new_slots: dict[int, int], evicted: list[BlockHash], outcomes: list[PutResult]
     ) -> None:
-        """Reserve slots for the blocks that are not stored. A slot stays in `taken` until it is committed or
+        """Reserve slots for the blocks that are not stored. A slot stays in `new_slots` until it is committed or
         released."""
         with self._index.locked():
             while self._abandoned:
@@ -282,34 +291,34 @@ class MemoryStore(SharedStore, LayerStore):
             for index, block in enumerate(blocks):
                 if (slot := self._index.find(block.block_hash)) is not None:
                     self._index.access(slot.number)
-                    outcomes[index] = Put.PRESENT
+                    outcomes[index] = PutResult.PRESENT
                 elif (reserved := self._index.reserve()) is not None:
-                    taken[index] = reserved[0]
+                    new_slots[index] = reserved[0]
                     evicted += [reserved[1]] if reserved[1] is not None else []
 
-    def _fill(self, blocks: Sequence[Block], taken: dict[int, int], outcomes: list[Put]) -> None:
+    def _fill(self, blocks: Sequence[Block], new_slots: dict[int, int], outcomes: list[PutResult]) -> None:
         """Copy the blocks to their reserved slots, and commit these; slots whose copy failed are released."""
         lengths: dict[int, int] = {}
         try:
-            for index, number in taken.items():
+            for index, number in new_slots.items():
                 lengths[index] = self._write(blocks[index], number)
         finally:
             with self._index.locked():
-                for index, number in list(taken.items()):
-                    del taken[index]
+                for index, number in list(new_slots.items()):
+                    del new_slots[index]
                     block = blocks[index]
                     if index not in lengths or self._index.find(block.block_hash) is not None:
                         self._index.release(number)  # another process was faster, or this batch has the block twice
-                        outcomes[index] = Put.PRESENT if index in lengths else Put.DROPPED
+                        outcomes[index] = PutResult.PRESENT if index in lengths else PutResult.DROPPED
                         continue
                     self._index.commit(number, block.block_hash, block.parent, lengths[index])
-                    outcomes[index] = Put.STORED
+                    outcomes[index] = PutResult.STORED
 
     def _write(self, block: Block, number: int) -> int:
         slot, offset = self._view(number, self._slot_bytes), 0
-        for piece in self.records.encode(block.block_hash, block.layers):
-            copy_bytes(slot[offset : offset + len(piece)], piece)
-            offset += len(piece)
+        for buffer in self.records.encode(block.block_hash, block.layers):
+            copy_bytes(slot[offset : offset + len(buffer)], buffer)
+            offset += len(buffer)
         self.activity.count(written_bytes=offset)
         return offset
 

@@ -25,8 +25,8 @@ from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.base import (
     MAX_NOTE_BYTES,
     Block,
-    Put,
-    Read,
+    BlockRead,
+    PutResult,
     SharedStore,
     StoreBytes,
     StoreFull,
@@ -36,7 +36,7 @@ from kvferry.store.base import (
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop, Threads
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 EXISTS, NO_ROOM = 1, (-200, -10)
 """Mooncake's result codes: of `is_exist`, and of a put for which there is no memory (no handle, buffer overflow)."""
@@ -77,7 +77,7 @@ class MooncakeStore(SharedStore):
 
     options_type = MooncakeOptions
     options: MooncakeOptions
-    ends_calls = True
+    cancels_at_once = True
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class MooncakeStore(SharedStore):
     async def match(self, hashes: Sequence[BlockHash]) -> int:
         return await self._threads.run(lambda stop: self._match(hashes))
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         """Reads in batches that fit in a quarter of the client's buffer, and let other calls run in between."""
         part_size = max(1, min(BATCH_BYTES, self.options.buffer_bytes // 4) // self.records.max_record_bytes)
         hits: list[bool] = []
@@ -121,15 +121,15 @@ class MooncakeStore(SharedStore):
             hits += await self._get(reads[first : first + part_size])
         return hits
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         """Makes one call for each block, with a copy of it."""
         part_size = max(1, BATCH_BYTES // self.records.max_record_bytes)
-        outcomes: list[Put] = []
+        outcomes: list[PutResult] = []
         for first in range(0, len(blocks), part_size):
             outcomes += await self._put_part(blocks[first : first + part_size])
         return outcomes
 
-    async def _put_part(self, blocks: Sequence[Block]) -> list[Put]:
+    async def _put_part(self, blocks: Sequence[Block]) -> list[PutResult]:
         records = await self._codec_threads.run(lambda stop: self._encode(blocks, stop))
         return await self._threads.run(lambda stop: [self._put(*record) for record in records])
 
@@ -206,7 +206,7 @@ class MooncakeStore(SharedStore):
         value: bytes = self._connected_client.get(key)
         return value
 
-    async def _get(self, reads: Sequence[Read]) -> list[bool]:
+    async def _get(self, reads: Sequence[BlockRead]) -> list[bool]:
         sizes, buffers = await self._threads.run(
             lambda stop: self._fetch([self._key(read.block_hash) for read in reads])
         )
@@ -238,7 +238,7 @@ class MooncakeStore(SharedStore):
             for key, replicas in descriptors.items()
         }
 
-    def _decode(self, read: Read, sizes: dict[str, int], buffers: dict[str, Any], stop: Stop) -> bool | None:
+    def _decode(self, read: BlockRead, sizes: dict[str, int], buffers: dict[str, Any], stop: Stop) -> bool | None:
         """True if the block was stored and verified; None: it is damaged. A buffer may change while it is read; None in
         `buffers`: the block disappeared."""
         key = self._key(read.block_hash)
@@ -265,23 +265,23 @@ class MooncakeStore(SharedStore):
             if not stop.requested
         ]
 
-    def _put(self, block_hash: BlockHash, record: bytes) -> Put:
+    def _put(self, block_hash: BlockHash, record: bytes) -> PutResult:
         key = self._key(block_hash)
         if self._connected_client.is_exist(key) == EXISTS:
             self.activity.count(present_blocks=1)
             self.activity.stored([block_hash])
-            return Put.PRESENT
+            return PutResult.PRESENT
         code = self._connected_client.put(key, record)
         if code in NO_ROOM:
             self.activity.count(dropped_blocks=1)
             self.activity.warn_full(StoreFull("no client of the Mooncake Store has room; lend it more (segment_bytes)"))
-            return Put.DROPPED
+            return PutResult.DROPPED
         if code:
             self.activity.count(dropped_blocks=1)
             raise StoreError(f"the Mooncake Store of the master at {self.location} did not store a block: code {code}")
         self.activity.count(stored_blocks=1, written_bytes=len(record))
         self.activity.stored([block_hash])
-        return Put.STORED
+        return PutResult.STORED
 
     def _pin_all(self, hashes: Sequence[BlockHash]) -> int:
         pinned = list(self._pinned)
@@ -312,7 +312,9 @@ class MooncakeStore(SharedStore):
         code = self._connected_client.put(key, record, config)
         if not code:
             return True
-        log.warning("the Mooncake Store of the master at %s did not pin or unpin a block: code %d", self.location, code)
+        logger.warning(
+            "the Mooncake Store of the master at %s did not pin or unpin a block: code %d", self.location, code
+        )
         if self._connected_client.put(key, record):  # the block is unchanged, so it fits into the memory that it had
             self.activity.removed([block_hash])
         return False

@@ -25,7 +25,7 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
-from kvferry.store.base import MAX_NOTE_BYTES, Block, Put, Read, SharedStore, StoreFull, require_short_note
+from kvferry.store.base import MAX_NOTE_BYTES, Block, BlockRead, PutResult, SharedStore, StoreFull, require_short_note
 from kvferry.store.media.valkey_client import (
     TlsValkeyOptions,
     ValkeyOptions,
@@ -66,7 +66,7 @@ class ValkeyStore(SharedStore):
 
     options_type = ValkeyOptions
     options: ValkeyOptions
-    ends_calls = True
+    cancels_at_once = True
 
     def __init__(self, location: str, options: ValkeyOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
@@ -101,14 +101,14 @@ class ValkeyStore(SharedStore):
         sizes = await self._sizes(hashes)
         return sizes.index(0) if 0 in sizes else len(sizes)
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         """Sends one pipeline of GETRANGE for each `BATCH_BYTES`."""
         hits: list[bool] = []
         for part in self._parts(reads):
             hits += await self._get(part)
         return hits
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         """Blocks that are stored already are not sent."""
         sizes = await self._sizes([block.block_hash for block in blocks])
         new = {block.block_hash: block for block, size in zip(blocks, sizes, strict=True) if not size}
@@ -122,12 +122,14 @@ class ValkeyStore(SharedStore):
                 self.activity.warn_full(error)
                 dropped |= {block.block_hash for block in part}
         outcomes = [
-            Put.PRESENT if size else Put.DROPPED if block.block_hash in dropped else Put.STORED
+            PutResult.PRESENT if size else PutResult.DROPPED if block.block_hash in dropped else PutResult.STORED
             for block, size in zip(blocks, sizes, strict=True)
         ]
-        self.activity.count(present_blocks=outcomes.count(Put.PRESENT), stored_blocks=outcomes.count(Put.STORED))
+        self.activity.count(
+            present_blocks=outcomes.count(PutResult.PRESENT), stored_blocks=outcomes.count(PutResult.STORED)
+        )
         self.activity.stored(
-            block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not Put.DROPPED
+            block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not PutResult.DROPPED
         )
         return outcomes
 
@@ -190,7 +192,7 @@ class ValkeyStore(SharedStore):
                 pipeline.strlen(self._key(block_hash))
             return [size or 0 for size in _readable(await pipeline.execute(raise_on_error=False))]
 
-    async def _get(self, reads: Sequence[Read]) -> list[bool]:
+    async def _get(self, reads: Sequence[BlockRead]) -> list[bool]:
         async with self._translated(), self._client.pipeline(transaction=False) as pipeline:
             for read in reads:
                 # At most the size of a block: any client may have written the value.
@@ -220,7 +222,7 @@ class ValkeyStore(SharedStore):
 
             await self._on_each(used, record)
 
-    def _decode(self, read: Read, record: bytes | None, stop: Stop) -> bool:
+    def _decode(self, read: BlockRead, record: bytes | None, stop: Stop) -> bool:
         if record == b"":
             self.activity.count(missing_blocks=1)
             self.activity.removed([read.block_hash])

@@ -22,7 +22,7 @@ from kvferry.core.text import shortened
 from kvferry.store.base import StoreBytes, StoreFull, StoreOptions
 
 try:
-    import valkey.asyncio as client
+    import valkey.asyncio as asyncio_valkey
     from valkey import exceptions
     from valkey.asyncio.retry import Retry
     from valkey.backoff import NoBackoff
@@ -40,7 +40,7 @@ ENCODE_HINT = (
     " password_file"
 )
 _CLUSTER_ERRORS = ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT")
-_PLAIN = re.compile(r"[^/?#\[\]\s]*")
+_URL_SAFE = re.compile(r"[^/?#\[\]\s]*")
 """A user and a password as they may be in a URL without percent-encoding."""
 FULL_HINT = "; raise its maxmemory, or let it evict (maxmemory-policy volatile-lru)"
 
@@ -103,13 +103,13 @@ def make_client(location: str, options: ValkeyOptions) -> Any:
     try:
         if options.cluster:
             return _cluster_client(url, extra)
-        pool = client.BlockingConnectionPool.from_url(
+        pool = asyncio_valkey.BlockingConnectionPool.from_url(
             url,
             max_connections=MAX_CONNECTIONS,
             timeout=None,  # wait for a free connection as long as the command may take
             **extra,
         )
-        return client.Valkey(connection_pool=pool)
+        return asyncio_valkey.Valkey(connection_pool=pool)
     except ValueError as error:
         raise ConfigError(f"store: {error}") from error
 
@@ -120,20 +120,20 @@ def _cluster_client(url: str, settings: dict[str, Any]) -> Any:
         raise ConfigError("store: the nodes of a cluster are reached over a network: valkey://host:port?cluster=true")
     if url.rpartition("@")[2].partition("//")[2].partition("/")[2] not in ("", "0"):
         raise ConfigError("store: a cluster has database 0 only; leave the number out")
-    return client.ValkeyCluster.from_url(url, max_connections=MAX_CONNECTIONS, **settings)
+    return asyncio_valkey.ValkeyCluster.from_url(url, max_connections=MAX_CONNECTIONS, **settings)
 
 
-async def close_client(connected: Any) -> None:
+async def close_client(client: Any) -> None:
     """Close all connections of a client."""
-    if isinstance(connected, client.ValkeyCluster):
-        await connected.aclose()
+    if isinstance(client, asyncio_valkey.ValkeyCluster):
+        await client.aclose()
     else:
-        await connected.aclose(close_connection_pool=True)
+        await client.aclose(close_connection_pool=True)
 
 
-def num_primaries(connected: Any) -> int:
+def num_primaries(client: Any) -> int:
     """Number of servers over which blocks are spread, as far as the client has found them."""
-    return max(1, len(connected.get_primaries())) if isinstance(connected, client.ValkeyCluster) else 1
+    return max(1, len(client.get_primaries())) if isinstance(client, asyncio_valkey.ValkeyCluster) else 1
 
 
 def _check_address(location: str) -> None:
@@ -142,7 +142,7 @@ def _check_address(location: str) -> None:
     if not location.startswith("//"):
         raise ConfigError("store: a server is named as valkey://host:port, or unix:///path/to.socket")
     credentials, _, server = location[2:].rpartition("@")
-    if not _PLAIN.fullmatch(credentials):
+    if not _URL_SAFE.fullmatch(credentials):
         raise ConfigError(f"store: the user or password for {server} {ENCODE_HINT}")
     port = server.partition("/")[0].rpartition("]")[2].rpartition(":")[2]
     if ":" in server.rpartition("]")[2] and not port.isdecimal():

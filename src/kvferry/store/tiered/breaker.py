@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from kvferry.core.clock import doubling_waits
 from kvferry.core.errors import KvferryError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Breaker:
@@ -43,7 +43,7 @@ class Breaker:
         """Stop using the tier, and start to probe it."""
         self.num_failures += 1
         if self._probing is None:
-            log.warning(
+            logger.warning(
                 "store %s cannot be used: %s; prompts are computed, or found in other tiers, while it is tried again",
                 *(self._url, reason),
             )
@@ -63,8 +63,8 @@ class Breaker:
                     await self._probe()
                 break
             except (TimeoutError, KvferryError) as error:
-                log.debug("store %s: %s", self._url, error)
+                logger.debug("store %s: %s", self._url, error)
             except Exception:  # any error in a store's code counts as a failed probe
-                log.debug("store %s failed unexpectedly", self._url, exc_info=True)
+                logger.debug("store %s failed unexpectedly", self._url, exc_info=True)
         self._probing = None
-        log.warning("store %s is back", self._url)
+        logger.warning("store %s is back", self._url)

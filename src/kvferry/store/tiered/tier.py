@@ -17,12 +17,12 @@ from typing import TypeVar
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.errors import KvferryError, StoreError
-from kvferry.store.base import Block, KVStore, LayerStore, Put, Read, SharedStore
+from kvferry.store.base import Block, BlockRead, KVStore, LayerStore, PutResult, SharedStore
 from kvferry.store.copying import copy_bytes
 from kvferry.store.tiered.breaker import Breaker
 from kvferry.transport.transfer_loop import TransferLoop
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -83,7 +83,7 @@ class Tier:
 
     retry_s = 0.5
     """Seconds before a refused put or note is retried."""
-    max_probed = 32
+    max_probe_blocks = 32
     """Maximum number of blocks that a probe reads again, to find out whether the tier is still too slow."""
     lookup_s = 0.002
     """Seconds for the look-up of one block (on a disk with cold caches), in addition to the deadline."""
@@ -100,12 +100,12 @@ class Tier:
         self.is_open = self._is_closed = False
         self._refused = RefusedWrites()
         self._retry_task: asyncio.Task[None] | None = None
-        self.on_takes: Callable[[], None] = lambda: None
+        self.on_accepts_changed: Callable[[], None] = lambda: None
         """Called when `takes` has changed."""
         self.num_late = 0
         """Number of calls without an answer by their deadline."""
         self._separate_loop: TransferLoop | None = None
-        """A separate event loop for a store whose calls may not return (`KVStore.ends_calls`)."""
+        """A separate event loop for a store whose calls may not return (`KVStore.cancels_at_once`)."""
         self._opening: asyncio.Task[None] | None = None
         """The current or last attempt to open the store. All callers wait for the same attempt. It continues when they
         give up."""
@@ -128,7 +128,7 @@ class Tier:
         return not self.breaker.is_open
 
     @property
-    def takes(self) -> bool:
+    def accepts_writes(self) -> bool:
         """True if the store accepted all blocks of the last put and the last note."""
         return self._refused.block is None and self._refused.note is None
 
@@ -145,8 +145,8 @@ class Tier:
     async def _open(self) -> None:
         if self._is_closed:
             raise StoreError("the store is closed")
-        if not self.store.ends_calls and self._separate_loop is None:
-            self._separate_loop = self.store.machine.transfer_loop("kvferry-store-apart")
+        if not self.store.cancels_at_once and self._separate_loop is None:
+            self._separate_loop = self.store.machine.transfer_loop("kvferry-store-separate")
             self._separate_loop.start()
         await self._call(self.store.open)
         self.is_open = True
@@ -187,14 +187,18 @@ class Tier:
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
         """`KVStore.match`; 0 where `ask` returns `default`."""
-        limit_s = self.deadline_s + len(hashes) * self.lookup_s
-        return await self._ask(partial(self.store.match, hashes), 0, limit_s, is_busy=bool(hashes))
+        timeout_s = self.deadline_s + len(hashes) * self.lookup_s
+        return await self._ask(partial(self.store.match, hashes), 0, timeout_s, is_busy=bool(hashes))
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         """`KVStore.get`; all False where `ask` returns `default`."""
-        self._last_reads = [read.block_hash for read in reads[: self.max_probed]]
+        self._last_reads = [read.block_hash for read in reads[: self.max_probe_blocks]]
         num_bytes = self.store.layout.block_bytes * len(reads)
-        copies = [] if self.store.ends_calls else [Read(read.block_hash, _buffers_like(read.into)) for read in reads]
+        copies = (
+            []
+            if self.store.cancels_at_once
+            else [BlockRead(read.block_hash, _buffers_like(read.into)) for read in reads]
+        )
         call = partial(self.store.get, copies or reads)
         hits = await self._ask(call, [False] * len(reads), self.deadline_s, num_bytes)
         for read, copy, is_hit in zip(reads, copies, hits, strict=False):
@@ -209,24 +213,24 @@ class Tier:
         call = partial(self.store.get_layer, layer, reads)  # into memory that the loader has allocated for this
         return await self._ask(call, [False] * len(reads), self.deadline_s, num_bytes)
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         """`KVStore.put`; all `DROPPED` where `ask` returns `default`, or if the store accepts no blocks. The memory of
         the blocks must not change afterwards: a block that is refused is put again later."""
         if not blocks:
             return []
         num_bytes = self.store.layout.block_bytes * len(blocks)
-        all_dropped, limit_s = [Put.DROPPED] * len(blocks), max(self.deadline_s, self._times.put_s)
-        outcomes = await self._ask(partial(self._put, blocks), all_dropped, limit_s, num_bytes)
-        dropped = (block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Put.DROPPED)
+        all_dropped, timeout_s = [PutResult.DROPPED] * len(blocks), max(self.deadline_s, self._times.put_s)
+        outcomes = await self._ask(partial(self._put, blocks), all_dropped, timeout_s, num_bytes)
+        dropped = (block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is PutResult.DROPPED)
         self._set_refused(RefusedWrites(next(dropped, None), self._refused.note))
         return outcomes
 
-    async def _put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def _put(self, blocks: Sequence[Block]) -> list[PutResult]:
         try:
             return await self.store.put(blocks)
         except StoreError as error:
-            self._warn_full(error)
-            return [Put.DROPPED] * len(blocks)
+            self._warn_not_stored(error)
+            return [PutResult.DROPPED] * len(blocks)
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> bool:
         """`SharedStore.write_note`. Returns True if the store accepted the note."""
@@ -236,7 +240,7 @@ class Tier:
             try:
                 await store.write_note(name, content, ttl_s)
             except StoreError as error:
-                self._warn_full(error)
+                self._warn_not_stored(error)
                 return False
             return True
 
@@ -256,20 +260,20 @@ class Tier:
         assert isinstance(self.store, SharedStore), "see `is_shared`"
         return self.store
 
-    def _warn_full(self, error: StoreError) -> None:
+    def _warn_not_stored(self, error: StoreError) -> None:
         if not self._is_closed:  # a put that fails because the tier was closed is no sign of a full store
             self.store.activity.warn_full(error)
 
     def _set_refused(self, refused: RefusedWrites) -> None:
         """Set the refused block and note, and retry them until the store accepts them."""
-        took_all, self._refused = self.takes, refused
-        if self.takes != took_all:
-            self.on_takes()
-        if not self.takes and self._retry_task is None and not self._is_closed:
+        accepted_all, self._refused = self.accepts_writes, refused
+        if self.accepts_writes != accepted_all:
+            self.on_accepts_changed()
+        if not self.accepts_writes and self._retry_task is None and not self._is_closed:
             self._retry_task = asyncio.create_task(self._retry_refused())
 
     async def _retry_refused(self) -> None:
-        while not self.takes:
+        while not self.accepts_writes:
             await asyncio.sleep(self.retry_s)
             if self.is_up and self._refused.block is not None:
                 await self.put([self._refused.block])
@@ -281,7 +285,7 @@ class Tier:
         self,
         call: Callable[[], Awaitable[Result]],
         default: Result,
-        limit_s: float,
+        timeout_s: float,
         num_bytes: int = 0,
         *,
         is_busy: bool = False,
@@ -292,7 +296,7 @@ class Tier:
             return default
         calls = self._calls
         calls.num_bytes += num_bytes
-        late_timer = _LateTimer(self, limit_s + calls.num_bytes / self.min_bytes_per_s)
+        late_timer = _LateTimer(self, timeout_s + calls.num_bytes / self.min_bytes_per_s)
         watchdog = asyncio.create_task(self._watch()) if num_bytes or is_busy else None
         try:
             async with asyncio.timeout(None) as timeout:
@@ -306,7 +310,7 @@ class Tier:
             self.mark_failed(str(error))
         except Exception as error:
             if not timeout.expired():
-                log.exception("store tier %s failed unexpectedly", self.name)
+                logger.exception("store tier %s failed unexpectedly", self.name)
                 self.mark_failed(repr(error))
         finally:
             calls.num_bytes -= num_bytes
@@ -329,10 +333,10 @@ class Tier:
             self.breaker.open(reason)
             self._calls.expire()
 
-    def mark_late(self, limit_s: float) -> None:
+    def mark_late(self, timeout_s: float) -> None:
         """Record that a call has no answer by its deadline."""
         self.num_late += 1
-        self.mark_failed(f"did not answer within {limit_s:.3g} s")
+        self.mark_failed(f"did not answer within {timeout_s:.3g} s")
 
     async def _probe(self) -> None:
         """Repeat the last read, for the breaker. Raises `StoreError` if the answer comes after the deadline."""
@@ -340,7 +344,7 @@ class Tier:
         started, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
         await self._call(partial(self.store.match, [NO_BLOCK]))
         sizes = [self.store.layout.span_bytes(layer) for layer in range(self.store.layout.num_layers)]
-        reads = [Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in self._last_reads]
+        reads = [BlockRead(name, [memoryview(bytearray(size)) for size in sizes]) for name in self._last_reads]
         if reads:
             await self._call(partial(self.store.get, reads))
         num_bytes = len(reads) * self.store.layout.block_bytes
@@ -366,9 +370,9 @@ class _LateTimer:
     grace_s = 0.1
     """If the timer fires more than these seconds too late, this machine is busy, and the store may not be slow."""
 
-    def __init__(self, tier: Tier, limit_s: float) -> None:
-        self._tier, self._limit_s, self._loop = tier, limit_s, asyncio.get_running_loop()
-        self._due = self._loop.time() + limit_s
+    def __init__(self, tier: Tier, timeout_s: float) -> None:
+        self._tier, self._timeout_s, self._loop = tier, timeout_s, asyncio.get_running_loop()
+        self._due = self._loop.time() + timeout_s
         self._timer = self._loop.call_at(self._due, self._expire)
 
     def _expire(self) -> None:
@@ -377,7 +381,7 @@ class _LateTimer:
             self._due = now + self.grace_s
             self._timer = self._loop.call_at(self._due, self._expire)
         else:
-            self._tier.mark_late(self._limit_s)
+            self._tier.mark_late(self._timeout_s)
 
     def cancel(self) -> None:
         """Stop the timer, because the call has ended."""

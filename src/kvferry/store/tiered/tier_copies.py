@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.runtime.tasks import BackgroundTasks
-from kvferry.store.base import Block, Put, Read
+from kvferry.store.base import Block, BlockRead, PutResult
 from kvferry.store.tiered.tier import Tier
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 BATCH_BLOCKS = 16
 """Maximum number of blocks in one batch of copies."""
@@ -61,7 +61,7 @@ class TierCopies:
 
     # Upwards.
 
-    def promote(self, reads: Sequence[Read], level: int) -> None:
+    def promote(self, reads: Sequence[BlockRead], level: int) -> None:
         """Copy blocks that were just read from tier `level` to all tiers above it, in the background. The caller's
         memory is copied before this returns."""
         fresh = [read for read in reads if read.block_hash not in self._moving]
@@ -73,7 +73,7 @@ class TierCopies:
         with self._counted_as_moving([block.block_hash for block in blocks]):
             for tier in self._tiers[:level]:
                 outcomes = await tier.put(blocks)
-                self._count(promoted_blocks=outcomes.count(Put.STORED))
+                self._count(promoted_blocks=outcomes.count(PutResult.STORED))
 
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
         """Copy to the first tier the blocks that only lower tiers have, as far as `max_copy_bytes` allows."""
@@ -91,8 +91,8 @@ class TierCopies:
 
     async def _copy_to_first(self, hashes: Sequence[BlockHash]) -> None:
         sizes = [self._layout.span_bytes(layer) for layer in range(self._layout.num_layers)]
-        reads = [Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in hashes]
-        reads_by_hash: dict[BlockHash, Read] = {}
+        reads = [BlockRead(name, [memoryview(bytearray(size)) for size in sizes]) for name in hashes]
+        reads_by_hash: dict[BlockHash, BlockRead] = {}
         for tier in self._tiers[1:]:
             missing = [read for read in reads if read.block_hash not in reads_by_hash]
             hits = await tier.get(missing)
@@ -100,7 +100,7 @@ class TierCopies:
         blocks = [Block(name, reads_by_hash[name].into) for name in hashes if name in reads_by_hash]
         if blocks:
             outcomes = await self._tiers[0].put(blocks)
-            self._count(prefetched_blocks=outcomes.count(Put.STORED))
+            self._count(prefetched_blocks=outcomes.count(PutResult.STORED))
 
     def _may_move(self, num_blocks: int) -> bool:
         return self._moving_bytes + num_blocks * self._layout.block_bytes <= self.max_copy_bytes
@@ -144,16 +144,18 @@ class TierCopies:
             while len(names) < BATCH_BLOCKS and not self._dirty.empty():
                 names.append(self._dirty.get_nowait())
             try:
-                await self._flush_batch([Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in names])
+                await self._flush_batch(
+                    [BlockRead(name, [memoryview(bytearray(size)) for size in sizes]) for name in names]
+                )
             except Exception:  # an error must not end this task: later blocks are still copied
-                log.exception("copying blocks to lower tiers failed unexpectedly")
+                logger.exception("copying blocks to lower tiers failed unexpectedly")
                 self._count(unflushed_blocks=len(names))
             finally:
                 for name in names:
                     self._parents.pop(name, None)
                     self._dirty.task_done()
 
-    async def _flush_batch(self, reads: Sequence[Read]) -> None:
+    async def _flush_batch(self, reads: Sequence[BlockRead]) -> None:
         hits = [False] * len(reads)
         for tier in self._tiers[:-1]:  # the first tier may have been down when they were put, or have evicted them
             missing = [read for read, is_hit in zip(reads, hits, strict=True) if not is_hit]
@@ -168,9 +170,9 @@ class TierCopies:
         stored = [False] * len(blocks)
         for tier in self._tiers[1:]:
             outcomes = await tier.put(blocks)
-            stored = [was or now is not Put.DROPPED for was, now in zip(stored, outcomes, strict=True)]
+            stored = [was or now is not PutResult.DROPPED for was, now in zip(stored, outcomes, strict=True)]
         self._count(flushed_blocks=sum(stored), unflushed_blocks=len(reads) - sum(stored))
 
 
 def _log_error(error: BaseException) -> None:
-    log.error("copying blocks between tiers failed", exc_info=error)
+    logger.error("copying blocks between tiers failed", exc_info=error)

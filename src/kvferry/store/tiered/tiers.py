@@ -27,7 +27,7 @@ from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.messages.kept import TierShare
 from kvferry.store.activity import CombinedActivity
-from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
+from kvferry.store.base import Block, BlockRead, KVStore, PutResult, StoreOptions
 from kvferry.store.block_run import BlockRun
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.table import MAX_TIERS, StoreSpec, stored_layout
@@ -89,12 +89,12 @@ class TieredStore(KVStore):
         for tier in self.tiers:
             if not tier.is_up:
                 continue
-            limit_s = max(tier.deadline_s, self._times.open_s)
+            timeout_s = max(tier.deadline_s, self._times.open_s)
             try:
-                async with asyncio.timeout(limit_s):
+                async with asyncio.timeout(timeout_s):
                     await tier.open()
             except TimeoutError:
-                tier.mark_failed(f"did not open within {limit_s:g} s")
+                tier.mark_failed(f"did not open within {timeout_s:g} s")
             except StoreError as error:
                 tier.mark_failed(str(error))
 
@@ -131,7 +131,7 @@ class TieredStore(KVStore):
                 break
         return runs
 
-    async def get(self, reads: Sequence[Read]) -> list[bool]:
+    async def get(self, reads: Sequence[BlockRead]) -> list[bool]:
         """Read each block from the first tier that has it, and promote the blocks of lower tiers."""
         self._require_reachable()
         hits = [False] * len(reads)
@@ -161,7 +161,7 @@ class TieredStore(KVStore):
                 hits[index] = is_hit
         return hits
 
-    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+    async def put(self, blocks: Sequence[Block]) -> list[PutResult]:
         """Put into all tiers, or, with write policy "back", into the first that accepts them and later into the others.
         A block is `DROPPED` only if no tier has it."""
         self._require_reachable()
@@ -248,14 +248,14 @@ class TieredStore(KVStore):
         """True if at least one of these shared tiers is reachable. `shared`: their indices among the shared tiers."""
         return any(tier.is_up for number, tier in enumerate(self._shared()) if number in shared)
 
-    def on_takes(self, call: Callable[[], None]) -> None:
+    def on_accepts_changed(self, call: Callable[[], None]) -> None:
         """Register a callback for changes of `takes`; it is called on the store's event loop."""
         for tier in self._shared():
-            tier.on_takes = call
+            tier.on_accepts_changed = call
 
-    def takes(self) -> list[int]:
+    def accepts_writes(self) -> list[int]:
         """Indices among the shared tiers: the tiers that accepted all blocks of the last put and the last note."""
-        return [number for number, tier in enumerate(self._shared()) if tier.takes]
+        return [number for number, tier in enumerate(self._shared()) if tier.accepts_writes]
 
     # Insight.
 
@@ -276,15 +276,15 @@ class TieredStore(KVStore):
             }
         return totals | self._copies.statistics()
 
-    async def _put_back(self, blocks: Sequence[Block]) -> list[Put]:
+    async def _put_back(self, blocks: Sequence[Block]) -> list[PutResult]:
         """Put blocks into the first tier that accepts them. The other tiers get them later."""
         for tier in self.tiers[:-1]:
             outcomes = await tier.put(blocks)
-            if tier.takes:
+            if tier.accepts_writes:
                 break
         else:
             return await self.tiers[-1].put(blocks)
-        stored = (block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Put.STORED)
+        stored = (block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is PutResult.STORED)
         self._copies.flush_later(list(stored))
         return outcomes
 
@@ -319,12 +319,12 @@ def _pin_refusal(tier: Tier) -> str:
     )
 
 
-def _combined_outcome(outcomes: Sequence[Put]) -> Put:
+def _combined_outcome(outcomes: Sequence[PutResult]) -> PutResult:
     """The outcome of one block in several tiers: `STORED` if it is new in any, `DROPPED` if it is in none."""
-    for outcome in (Put.STORED, Put.PRESENT):
+    for outcome in (PutResult.STORED, PutResult.PRESENT):
         if outcome in outcomes:
             return outcome
-    return Put.DROPPED
+    return PutResult.DROPPED
 
 
 async def _finish(store: KVStore, hashes: Sequence[BlockHash], num_output_tokens: int) -> bool:

@@ -27,7 +27,7 @@ from kvferry.transport.options import TransportOptions
 if TYPE_CHECKING:
     from kvferry.transport.tls import ChannelTls
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 DescriptionT = TypeVar("DescriptionT", bound=msgspec.Struct)
 
 
@@ -150,7 +150,7 @@ def build_fabrics(transport: str, context: FabricContext) -> list[Fabric]:
         try:
             fabrics.append(fabric_class(name, tls)(context))
         except ConfigError as error:
-            log.info("transport %s cannot be used: %s", name, error)
+            logger.info("transport %s cannot be used: %s", name, error)
             reasons.append(f"{name}: {error}")
     if not fabrics:
         raise ConfigError(

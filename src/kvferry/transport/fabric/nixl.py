@@ -32,7 +32,7 @@ from kvferry.transport.fabric.nixl_agent import Handle, MemoryKind, NixlAgent
 from kvferry.transport.memory import Pieces, Region, RegionMap, Span, join
 from kvferry.transport.transfer_loop import uncancelled
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 16 * 2**20
 """Maximum bytes of one transfer. If UCX copies synchronously, the loop is blocked while it copies these."""
@@ -65,8 +65,8 @@ class NixlFabric(Fabric):
         self._backends, self._num_threads = list(context.settings.backends), context.settings.num_threads
         self.kind = MemoryKind.of(context.memory.device)
         self._beacon = ctypes.create_string_buffer(entropy.token_bytes(BEACON_BYTES), BEACON_BYTES)
-        self._serving = self._agent(self._beacon, serves=True)
-        self._connecting = asyncio.Lock()
+        self._serving_agent = self._agent(self._beacon, serves=True)
+        self._connect_lock = asyncio.Lock()
         self._reader: _ReadingAgent | None = None
 
     def _agent(self, buffer: ctypes.Array[ctypes.c_char], *, serves: bool) -> NixlAgent:
@@ -84,10 +84,10 @@ class NixlFabric(Fabric):
     def describe(self) -> dict[str, Any]:
         """The addresses of KV cache and beacon, and the serving agent's metadata."""
         regions = [(part.address, part.num_bytes) for part in self.context.memory.regions]
-        metadata = self._serving.metadata()
+        metadata = self._serving_agent.metadata()
         beacon = (ctypes.addressof(self._beacon), self._beacon.raw.hex())
         kind = self.kind
-        description = NixlDescription(self._serving.name, metadata, kind.segment, kind.device, regions, beacon)
+        description = NixlDescription(self._serving_agent.name, metadata, kind.segment, kind.device, regions, beacon)
         return msgspec.to_builtins(description)  # type: ignore[no-any-return]
 
     def reachable(self, description: dict[str, Any]) -> bool:
@@ -96,7 +96,7 @@ class NixlFabric(Fabric):
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Load the peer's metadata, and fetch its beacon."""
         parsed = read_description(self.name, description, NixlDescription)
-        async with limited_to(deadline, "connecting by NIXL"), self._connecting:
+        async with limited_to(deadline, "connecting by NIXL"), self._connect_lock:
             if self._reader is None or self._reader.is_closing:
                 self._reader = await asyncio.to_thread(self._new_reader)
             peer = NixlPeer(self, self._reader, self._reader.acquire(parsed.agent, parsed.metadata), parsed)
@@ -127,11 +127,11 @@ class NixlFabric(Fabric):
         """Close the agents, since UCX must not outlive the memory that is registered with it."""
         if self._reader is not None and not self._reader.is_closing:
             self._reader.agent.close()
-        self._serving.close()
+        self._serving_agent.close()
 
 
 @dataclass
-class _Remote:
+class _RemoteAgent:
     """A peer's agent, which is loaded into the local agent."""
 
     name: str
@@ -149,21 +149,21 @@ class _ReadingAgent:
         self.is_closing = False
         """True if no more reads begin. The agent is closed when the last running read has ended."""
         self.ended = asyncio.Event()
-        self._remotes: dict[str, _Remote] = {}
+        self._remotes: dict[str, _RemoteAgent] = {}
 
-    def acquire(self, name: str, metadata: bytes) -> _Remote:
+    def acquire(self, name: str, metadata: bytes) -> _RemoteAgent:
         """The peer's agent. It is loaded once for all connections to it. Raises `ProtocolError`."""
         remote = self._remotes.get(name)
         if remote is None:
             if self.agent.load(metadata) != name:
                 raise ProtocolError("NIXL metadata of another agent than the one described")
-            remote = self._remotes[name] = _Remote(name, metadata)
+            remote = self._remotes[name] = _RemoteAgent(name, metadata)
         elif remote.metadata != metadata:
             raise ProtocolError("two NIXL agents of one name")
         remote.num_users += 1
         return remote
 
-    def release(self, remote: _Remote) -> None:
+    def release(self, remote: _RemoteAgent) -> None:
         """End one use of a peer's agent. After the last use, the connection to the agent is closed."""
         remote.num_users -= 1
         if not remote.num_users and not self.is_closing:
@@ -171,18 +171,18 @@ class _ReadingAgent:
             try:
                 self.agent.forget(remote.name)
             except KvferryError as error:
-                log.info("NIXL agent %s could not be removed: %s", remote.name, error)
+                logger.info("NIXL agent %s could not be removed: %s", remote.name, error)
 
-    async def end_read(self, num_left: int) -> None:
-        """Record that a read has stopped, with `num_left` transfers still running. If there are such transfers, wait
-        until the agent is closed, after which they no longer write."""
+    async def end_read(self, num_in_flight: int) -> None:
+        """Record that a read has stopped, with `num_in_flight` transfers still running. If there are such transfers,
+        wait until the agent is closed, after which they no longer write."""
         self.num_reads -= 1
         if not self.is_closing:
             return
         if not self.num_reads:
             self.agent.close()
             self.ended.set()
-        elif num_left:
+        elif num_in_flight:
             await self.ended.wait()
 
 
@@ -197,7 +197,7 @@ class NixlPeer(FabricPeer):
     """Maximum number of transfers of one read at a time."""
 
     def __init__(
-        self, fabric: NixlFabric, reader: _ReadingAgent, remote: _Remote, description: NixlDescription
+        self, fabric: NixlFabric, reader: _ReadingAgent, remote: _RemoteAgent, description: NixlDescription
     ) -> None:
         self._fabric, self._reader, self._remote, self._agent = fabric, reader, remote, reader.agent
         self._remote_map = RegionMap([Region(address, size) for address, size in description.regions], "peer's")
@@ -220,9 +220,9 @@ class NixlPeer(FabricPeer):
         self._reader.num_reads += 1
         self._idle.clear()
         try:
-            for part in pieces.slices(SLICE_BYTES, SLICE_PIECES):
+            for piece_slice in pieces.slices(SLICE_BYTES, SLICE_PIECES):
                 self.require_going(deadline)
-                in_flight.append(self._agent.post(part, local_kind, remote_kind, self._remote.name))
+                in_flight.append(self._agent.post(piece_slice, local_kind, remote_kind, self._remote.name))
                 await asyncio.sleep(0)
                 await self._wait_for_transfers(in_flight, self.max_in_flight - 1, deadline)
             await self._wait_for_transfers(in_flight, 0, deadline)
@@ -234,10 +234,10 @@ class NixlPeer(FabricPeer):
                 if not self._num_reads:
                     self._idle.set()
 
-    async def _wait_for_transfers(self, in_flight: deque[Handle], num_left: int, deadline: float) -> None:
-        """Wait until at most `num_left` transfers are in flight."""
+    async def _wait_for_transfers(self, in_flight: deque[Handle], num_in_flight: int, deadline: float) -> None:
+        """Wait until at most `num_in_flight` transfers are in flight."""
         pauses = _Pauses()
-        while len(in_flight) > num_left:
+        while len(in_flight) > num_in_flight:
             if self._poll(in_flight[0]):
                 self._agent.release(in_flight.popleft())
                 pauses = _Pauses()
@@ -263,7 +263,7 @@ class NixlPeer(FabricPeer):
                 continue
             await pauses.next()
             if asyncio.get_running_loop().time() >= give_up_at:
-                log.warning(
+                logger.warning(
                     "NIXL agent %s does not answer a read; closing the local agent to end it", self._remote.name
                 )
                 reader.is_closing = True

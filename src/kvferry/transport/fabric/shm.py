@@ -26,7 +26,7 @@ from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.memory import BlockMemory, Pieces, Region, RegionMap, Span, join
 from kvferry.transport.shared_memory import SharedSegment
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("copying.cpp")
 _FLAGS = ("-std=c++17", "-O2", "-march=native")
 
@@ -136,7 +136,7 @@ def copier() -> CopyPieces:
         with_gil, without_gil = ctypes.PyDLL(path).copy_pieces, ctypes.CDLL(path).copy_pieces
     except (NotCompiled, OSError) as error:
         if str(error):
-            log.warning("copies in shared memory are made one by one, which is slower: %s", error)
+            logger.warning("copies in shared memory are made one by one, which is slower: %s", error)
         return copy_one_by_one
     for function in (with_gil, without_gil):
         function.argtypes, function.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64], None

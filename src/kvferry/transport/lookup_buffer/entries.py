@@ -1,8 +1,7 @@
 """The keys that a producer offers, and their leases. Pure bookkeeping under one lock: no socket, no thread of its own.
 
-Owns the entries. The engine's thread inserts and drops, the transfer thread reads news and takes. Each call returns at
-once, with its effect complete. The fence relies on that: `take` and `drop` cannot both succeed.
-"""
+Owns the entries. The engine's thread inserts and drops, the transfer thread reads updates and takes. Each call returns
+at once, with its effect complete. The fence relies on that: `take` and `drop` cannot both succeed."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from typing import Literal
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import LeakError
-from kvferry.transport.lookup_buffer.messages import News, Part
+from kvferry.transport.lookup_buffer.messages import KeyUpdate, Part
 from kvferry.transport.memory import BlockGeometry
 
-MAX_IDS_PER_NEWS = 2**17
+MAX_IDS_PER_UPDATE = 2**17
 """Approximate maximum number of block ids in one message, well below the limit of a frame."""
 
 EndReason = Literal["taken", "released", "unwanted", "expired", "dropped", "full"]
@@ -29,14 +28,14 @@ expired; the producer withdrew it; the table had no room for it."""
 
 @dataclass
 class Cursor:
-    """The part of a key's news that was sent to one consumer."""
+    """The position in the changes of a key that one consumer has received."""
 
     key: str
     select_id: int = 0
     generation: int = -1
     num_parts: int = 0
     sealed: bool = False
-    over: bool = False
+    has_ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,17 +177,23 @@ class EntryTable:
 
     # The consumer, through the lookup buffer that serves it.
 
-    def news(self, cursor: Cursor) -> News | None:
-        """The news of a key since the cursor, which advances; None if there are none, or the key is unknown."""
+    def next_update(self, cursor: Cursor) -> KeyUpdate | None:
+        """The changes of a key since the cursor, which advances; None if there are none, or the key is unknown."""
         with self._lock:
             entry = self._entries.get(cursor.key)
             if entry is not None:
-                return _news(entry, cursor)
+                return _update(entry, cursor)
             reason = self._end_reason(cursor.key)
-            if reason is None or cursor.over:
+            if reason is None or cursor.has_ended:
                 return None
-            cursor.over = True
-            return News(cursor.select_id, cursor.generation, over="released" if reason == "unwanted" else reason)
+            cursor.has_ended = True
+            return KeyUpdate(
+                cursor.select_id, cursor.generation, end_reason="released" if reason == "unwanted" else reason
+            )
+
+    def news(self, cursor: Cursor) -> KeyUpdate | None:
+        """Deprecated name of `next_update`."""
+        return self.next_update(cursor)
 
     def take(self, key: str, generation: int, reader: int = 0, num_readers: int = 1, consumer: str = "") -> bool:
         """The fence: true if all parts of this generation were kept until now. `reader` (a rank) has then taken them.
@@ -241,13 +246,13 @@ class EntryTable:
             gauges = {"num_keys": float(len(self._entries)), "held_bytes": float(self._num_bytes)}
             return gauges | {f"ended_{reason}": float(count) for reason, count in self._counts.items()}
 
-    def audit(self, late_s: float) -> None:
-        """Raise `LeakError` if a lease lasts longer than its bound, or expired more than `late_s` ago."""
+    def audit(self, tolerance_s: float) -> None:
+        """Raise `LeakError` if a lease lasts longer than its bound, or expired more than `tolerance_s` ago."""
         with self._lock:
             now = self._clock.monotonic()
             for key, entry in self._entries.items():
                 bound = self.bounds.unsealed_s if entry.meta is None else entry.lease_s
-                if not now - late_s <= entry.deadline <= now + bound:
+                if not now - tolerance_s <= entry.deadline <= now + bound:
                     left_s = entry.deadline - now
                     raise LeakError(f"the lease of {key} ends in {left_s:.3f} s, with a bound of {bound:g} s")
 
@@ -320,13 +325,13 @@ class EntryTable:
         return reason if self._clock.monotonic() < expires_at else None
 
 
-def _news(entry: _Entry, cursor: Cursor) -> News | None:
+def _update(entry: _Entry, cursor: Cursor) -> KeyUpdate | None:
     is_new_generation = cursor.generation != entry.generation
     if is_new_generation:
         cursor.generation, cursor.num_parts, cursor.sealed = entry.generation, 0, False
     start = end = cursor.num_parts
     num_ids = 0
-    while end < len(entry.parts) and num_ids < MAX_IDS_PER_NEWS:
+    while end < len(entry.parts) and num_ids < MAX_IDS_PER_UPDATE:
         num_ids += len(entry.parts[end].block_ids)
         end += 1
     cursor.num_parts = end
@@ -335,4 +340,4 @@ def _news(entry: _Entry, cursor: Cursor) -> News | None:
         return None
     meta = entry.meta if is_sealed and not cursor.sealed else None
     cursor.sealed = is_sealed
-    return News(cursor.select_id, entry.generation, entry.parts[start:end], meta)
+    return KeyUpdate(cursor.select_id, entry.generation, entry.parts[start:end], meta)

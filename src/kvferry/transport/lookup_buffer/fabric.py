@@ -22,7 +22,7 @@ from kvferry.transport.lookup_buffer.messages import (
     MAX_SELECTS,
     PURPOSE,
     FromConsumer,
-    News,
+    KeyUpdate,
     ProducerInfo,
     ReleaseKey,
     Renew,
@@ -114,7 +114,7 @@ class FabricLookupBuffer(LookupBuffer):
             def take(generation: int) -> None:
                 peer.post(Take(select_id, generation, selection.share.reader, selection.share.num_readers))
 
-            with peer.selected(want.key, selection.on_news) as select_id:
+            with peer.selected(want.key, selection.on_update) as select_id:
                 return await selection.load(read, take, blocks.fabric.name)
 
     def _compares_digests(self, fabric: Fabric) -> bool:
@@ -135,19 +135,19 @@ class FabricLookupBuffer(LookupBuffer):
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
 
-        def on_news(news: News | KvferryError) -> None:
+        def on_update(update: KeyUpdate | KvferryError) -> None:
             if ended.done():
                 return
-            if isinstance(news, KvferryError):
-                ended.set_exception(news)
-            elif news.over:
+            if isinstance(update, KvferryError):
+                ended.set_exception(update)
+            elif update.end_reason:
                 ended.set_result(None)
-            elif news.meta is not None:
+            elif update.meta is not None:
                 on_sealed()
 
         async with self.pool.acquire(source) as peer, peer.renewals:
             await peer.wait_connected()  # it may have been lost meanwhile
-            with peer.selected(key, on_news):
+            with peer.selected(key, on_update):
                 await ended
 
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
@@ -237,9 +237,9 @@ class FabricLookupBuffer(LookupBuffer):
 
 
 class Session:
-    """The keys that one consumer has selected. News is not queued: a cursor for each key records how much was sent, and
-    the table has the rest, so that a slow consumer costs no memory. It listens to the table while a key is selected.
-    Used on the transfer loop, except `wake`."""
+    """The keys that one consumer has selected. Updates are not queued: a cursor for each key records how much was sent,
+    and the table has the rest, so that a slow consumer costs no memory. It listens to the table while a key is
+    selected. Used on the transfer loop, except `wake`."""
 
     max_readers = 1024
 
@@ -250,19 +250,19 @@ class Session:
         self._table, self._connection, self._memory, self._on_release = table, connection, memory, release
         self._loop = asyncio.get_running_loop()
         self._selected: dict[int, Cursor] = {}
-        self._answers: deque[News] = deque()
-        self._news = asyncio.Event()
+        self._answers: deque[KeyUpdate] = deque()
+        self._has_updates = asyncio.Event()
         self._is_wake_pending = False
 
     def wake(self) -> None:
-        """Signal that there may be news. From any thread; several calls before the loop runs count as one."""
+        """Signal that there may be updates. From any thread; several calls before the loop runs count as one."""
         if not self._is_wake_pending:
             self._is_wake_pending = True
             self._loop.call_soon_threadsafe(self._on_wake)
 
     def _on_wake(self) -> None:
         self._is_wake_pending = False  # first, so that a change during `send` wakes it again
-        self._news.set()
+        self._has_updates.set()
 
     async def receive(self) -> None:
         """Handle the consumer's messages."""
@@ -277,7 +277,7 @@ class Session:
                     if self._memory.device != "cpu":
                         raise ProtocolError("checksums can only be computed in host memory")
                     digest = await _digest(self._memory, message.spans)
-                    self._answer(News(message.select_id, 0, digest=digest))
+                    self._answer(KeyUpdate(message.select_id, 0, digest=digest))
                 case Take():
                     self._take(message)
                 case Renew():
@@ -293,7 +293,7 @@ class Session:
         if not self._selected:
             self._table.listen(self.wake)
         self._selected[message.select_id] = cursor
-        self._news.set()
+        self._has_updates.set()
 
     def _unselect(self, select_id: int) -> None:
         if self._selected.pop(select_id, None) is not None and not self._selected:
@@ -312,7 +312,7 @@ class Session:
             cursor.key, message.generation, message.reader, message.num_readers, self.engine_id
         ):
             self._unselect(message.select_id)
-            self._answer(News(message.select_id, message.generation, held=True))
+            self._answer(KeyUpdate(message.select_id, message.generation, take_confirmed=True))
 
     @property
     def engine_id(self) -> str:
@@ -323,35 +323,35 @@ class Session:
         """True if the consumer has selected this key."""
         return any(cursor.key == key for cursor in self._selected.values())
 
-    def _answer(self, answer: News) -> None:
+    def _answer(self, answer: KeyUpdate) -> None:
         if len(self._answers) >= MAX_SELECTS:
             raise ProtocolError("the peer requests answers faster than it reads them")
         self._answers.append(answer)
-        self._news.set()
+        self._has_updates.set()
 
     async def send(self) -> None:
-        """Send answers, and the news of the selected keys."""
+        """Send answers, and the updates about the selected keys."""
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._has_updates.wait()
+            self._has_updates.clear()
             while self._answers:
                 answer = self._answers.popleft()
                 if (cursor := self._selected.get(answer.select_id)) is not None:
-                    await self._send_news(
+                    await self._send_updates(
                         cursor
-                    )  # first: a digest of blocks that were withdrawn must not precede that news
+                    )  # first: a digest of blocks that were withdrawn must not precede that update
                 await self._connection.send(answer)
             for cursor in list(self._selected.values()):
-                await self._send_news(cursor)
+                await self._send_updates(cursor)
 
-    async def _send_news(self, cursor: Cursor) -> None:
+    async def _send_updates(self, cursor: Cursor) -> None:
         while self._selected.get(cursor.select_id) is cursor:
-            news = self._table.news(cursor)
-            if news is None:
+            update = self._table.next_update(cursor)
+            if update is None:
                 return
-            if news.over:
+            if update.end_reason:
                 self._unselect(cursor.select_id)
-            await self._connection.send(news)
+            await self._connection.send(update)
 
 
 def _validated_key(key: str) -> str:

@@ -2,14 +2,14 @@
 
 producer ── ProducerInfo ──────────────────────► consumer     once: the addresses of its blocks, and how to read them
          ◄───────────────── Select(id, key) ────
-         ── News(id, generation, parts, …) ────►              as it happens; with the seal its `meta`
+         ── KeyUpdate(id, generation, parts, …) ►             as it happens; with the seal its `meta`
          ◄─────────────────────── Renew() ─────               now and then, while any key is selected
          ── Renew() ───────────────────────────►              the answer: this producer has not stopped
          ◄────────────── Verify(id, spans) ────               the digest of these spans? (with checksums only)
-         ── News(id, digest) ──────────────────►
+         ── KeyUpdate(id, digest) ─────────────►
          ◄──────────── Take(id, generation) ────              everything is read
-         ── News(id, held) ────────────────────►              the fence; if the lease has ended, `over` has the reason
-         ◄───────────────────── Unselect(id) ───              no more news, please
+         ── KeyUpdate(id, take_confirmed) ─────►              the fence; else `end_reason` says why the lease has ended
+         ◄───────────────────── Unselect(id) ───              no more updates, please
          ◄────────────────── ReleaseKey(key) ───              it will not be fetched
 """
 
@@ -49,34 +49,34 @@ class ProducerInfo(Message, frozen=True):
     fabrics: dict[str, dict[str, Any]]
 
 
-class News(Message, frozen=True):
-    """News about a selected key.
+class KeyUpdate(Message, frozen=True, tag="News"):
+    """Changes about a selected key.
 
     `parts`: new parts; parts of another `generation` are void. `meta`: the key is sealed, and no more parts come; these
-    bytes are what the producer passed to `seal`, and the lookup buffer does not interpret them. `over`: the key has
-    ended, for this reason. `held`: the answer to `Take`: the producer has kept all parts until now, and the key is now
-    the consumer's. `digest`: the answer to the last `Verify`. News of a reset that came before the digest is sent
-    before it.
+    bytes are what the producer passed to `seal`, and the lookup buffer does not interpret them. `end_reason`: the key
+    has ended, for this reason. `take_confirmed`: the answer to `Take`: the producer has kept all parts until now, and
+    the key is now the consumer's. `digest`: the answer to the last `Verify`. The update about a reset that came before
+    the digest is sent before it.
     """
 
     select_id: int
     generation: int
     parts: list[Part] = msgspec.field(default_factory=list)
     meta: bytes | None = None
-    over: str = ""
-    held: bool = False
+    end_reason: str = ""
+    take_confirmed: bool = False
     digest: bytes = b""
 
 
 class Select(Message, frozen=True):
-    """The consumer wants news about this key, from its first part on."""
+    """The consumer wants updates about this key, from its first part on."""
 
     select_id: int
     key: str
 
 
 class Unselect(Message, frozen=True):
-    """The consumer wants no more news about this key."""
+    """The consumer wants no more updates about this key."""
 
     select_id: int
 

@@ -1,8 +1,7 @@
 """A consumer's connections to producers: one to each, shared by all hand-offs from it, opened again after a loss.
 
-Owns the connections and their fabric peers. It passes news on to the followers of a key, and does not know how they use
-it. Everything runs on the transfer loop.
-"""
+Owns the connections and their fabric peers. It passes updates on to the followers of a key, and does not know how they
+use it. Everything runs on the transfer loop."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from kvferry.transport.lookup_buffer.messages import (
     MAX_SELECTS,
     PURPOSE,
     FromConsumer,
-    News,
+    KeyUpdate,
     ProducerInfo,
     Renew,
     Select,
@@ -35,13 +34,13 @@ from kvferry.transport.lookup_buffer.messages import (
 from kvferry.transport.memory import BlockGeometry, Span
 from kvferry.transport.transfer_loop import run_together
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
 RENEWALS_PER_LEASE = 3
 
-Follower = Callable[[News | KvferryError], None]
-"""Gets the news of one key, or the error after which there will be none."""
+Follower = Callable[[KeyUpdate | KvferryError], None]
+"""Gets the updates about one key, or the error after which there will be none."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Dialler:
             raise ProtocolError(f"{source} has {len(info.places)} layers, its layout has {layout.num_layers}")
         fabric = _shared_fabric(self._fabrics, info)
         memory = await fabric.connect(info.fabrics[fabric.name], deadline)
-        log.info("KV of %s is read over %s", source, fabric.name)
+        logger.info("KV of %s is read over %s", source, fabric.name)
         try:
             yield RemoteBlocks(BlockGeometry(layout, info.num_blocks, info.places), fabric, memory)
         finally:
@@ -132,7 +131,7 @@ class Peer:
         except KvferryError as error:
             self.fail(error)
         except Exception as error:  # the edge between one producer and the instance: the other producers stay
-            log.exception("the connection to %s ended by an internal error", self.source)
+            logger.exception("the connection to %s ended by an internal error", self.source)
             self.fail(PeerLost(f"the connection broke: {error!r}"))
         finally:
             self.fail(PeerLost("this instance is closing its transfers"))
@@ -158,8 +157,8 @@ class Peer:
                 self.fail(PeerLost(f"{self.source} does not read the messages that are sent to it"))
 
     def request_digest(self, select_id: int, spans: Sequence[Span]) -> asyncio.Future[bytes]:
-        """Request the digest of these spans of the producer's memory. News of a reset that happened before it was
-        computed arrives before it. Raises, when awaited, the error if it does not arrive."""
+        """Request the digest of these spans of the producer's memory. The update about a reset that happened before it
+        was computed arrives before it. Raises, when awaited, the error if it does not arrive."""
         digest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         digest.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
         self._digests.append(digest)
@@ -169,10 +168,11 @@ class Peer:
         return digest
 
     @contextmanager
-    def selected(self, key: str, on_news: Follower) -> Iterator[int]:
-        """Select a key while the body runs: `on_news` gets its news, and its lease is renewed. Yields the select id."""
+    def selected(self, key: str, on_update: Follower) -> Iterator[int]:
+        """Select a key while the body runs: `on_update` gets the updates about it, and its lease is renewed. Yields the
+        select id."""
         select_id = next(self._ids)
-        self.followers[select_id] = on_news
+        self.followers[select_id] = on_update
         self._has_followers.set()
         self.post(Select(select_id, key))
         try:
@@ -187,22 +187,22 @@ class Peer:
         self._connected_or_failed.set()
         if self._connection is not None:
             self._connection.abort()
-        for on_news in self.followers.values():
-            on_news(self.failure)
+        for on_update in self.followers.values():
+            on_update(self.failure)
         while self._digests:
             if not (digest := self._digests.popleft()).done():
                 digest.set_exception(self.failure)
 
     async def _receive(self, connection: Connection) -> None:
         while True:
-            message: News | Renew = await connection.receive(News | Renew)
+            message: KeyUpdate | Renew = await connection.receive(KeyUpdate | Renew)
             self._unanswered_since = None
             if isinstance(message, Renew):
                 continue
             if message.digest:
                 self._on_digest(message.digest)
-            elif (on_news := self.followers.get(message.select_id)) is not None:
-                on_news(message)  # otherwise it crossed our `Unselect` on the way
+            elif (on_update := self.followers.get(message.select_id)) is not None:
+                on_update(message)  # otherwise it crossed our `Unselect` on the way
 
     def _on_digest(self, digest: bytes) -> None:
         if not self._digests:

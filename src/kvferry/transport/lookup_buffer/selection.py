@@ -1,7 +1,8 @@
 """One `drop_select` on the consumer's side: the announced parts, their destinations, the progress of reads, and the
 take.
 
-Owns the state of one hand-off's arrival, on the transfer loop. It does not know how news arrives or how bytes are read.
+Owns the state of one hand-off's arrival, on the transfer loop. It does not know how updates arrive or how bytes are
+read.
 
 Two sides whose blocks differ in size, or whose ranks hold different heads, have the same logical tensor,
 `[tokens, kv_heads, K then V, dim]`. Cut into *cells* of as many tokens as the smaller block holds, it has one order on
@@ -21,7 +22,7 @@ from kvferry.core.blocks.layout import DTYPE_BYTES
 from kvferry.core.blocks.sharding import share
 from kvferry.core.errors import ChecksumMismatch, KvferryError, LeaseEnded, ProtocolError
 from kvferry.transport.lookup_buffer.base import Taken, Want
-from kvferry.transport.lookup_buffer.messages import News, Part
+from kvferry.transport.lookup_buffer.messages import KeyUpdate, Part
 from kvferry.transport.memory import BlockGeometry, Numbers, Span
 from kvferry.transport.transfer_loop import translated
 
@@ -29,7 +30,7 @@ ReadSpans = Callable[[Sequence[Span], Sequence[Span]], Awaitable[None]]
 """Fills local spans (second) with remote ones (first). Raises `ChecksumMismatch` if the bytes differ from the
 producer's."""
 TakeGeneration = Callable[[int], None]
-"""Sends the `Take` of a generation; the answer arrives as news."""
+"""Sends the `Take` of a generation; the answer arrives as an update."""
 
 END_MESSAGES = {
     "taken": "another consumer has taken it",
@@ -104,7 +105,7 @@ class ArrivalMap:
 
 
 class Selection:
-    """The arrival of one hand-off: `on_news` gets the producer's news, while `load` reads."""
+    """The arrival of one hand-off: `on_update` gets the producer's updates, while `load` reads."""
 
     max_batch_spans = 2**16
     """Unread parts are read together up to this size, in one round trip."""
@@ -122,37 +123,43 @@ class Selection:
         self._error: KvferryError | None = None
         self._changed = asyncio.Event()
 
-    def on_news(self, news: News | KvferryError) -> None:
-        """Handle the producer's news, or the error after which there will be none."""
+    def on_update(self, update: KeyUpdate | KvferryError) -> None:
+        """Handle an update of the producer, or the error after which there will be none."""
         try:
-            if isinstance(news, KvferryError):
-                raise news
-            self._record(news)
+            if isinstance(update, KvferryError):
+                raise update
+            self._record(update)
         except Exception as error:  # noqa: BLE001 - ends this hand-off, not the others on its connection
             self._error = self._error or translated(error)
         self._changed.set()
 
-    def _record(self, news: News) -> None:
-        if news.held:
-            self._is_acknowledged |= self._is_take_sent and news.generation == self._generation
-        elif news.over:
-            if not self._is_acknowledged:
-                raise LeaseEnded(f"hand-off {self.key!r} is over: {END_MESSAGES.get(news.over, news.over)}")
-        else:
-            self._on_announced(news)
+    def on_news(self, update: KeyUpdate | KvferryError) -> None:
+        """Deprecated name of `on_update`."""
+        self.on_update(update)
 
-    def _on_announced(self, news: News) -> None:
-        if news.generation != self._generation:  # the producer began again: earlier reads are void
-            self._generation = news.generation
+    def _record(self, update: KeyUpdate) -> None:
+        if update.take_confirmed:
+            self._is_acknowledged |= self._is_take_sent and update.generation == self._generation
+        elif update.end_reason:
+            if not self._is_acknowledged:
+                raise LeaseEnded(
+                    f"hand-off {self.key!r} is over: {END_MESSAGES.get(update.end_reason, update.end_reason)}"
+                )
+        else:
+            self._on_announced(update)
+
+    def _on_announced(self, update: KeyUpdate) -> None:
+        if update.generation != self._generation:  # the producer began again: earlier reads are void
+            self._generation = update.generation
             self._unread.clear()
             self._map.clear()
             self._meta, self._is_take_sent, self._num_bytes = None, False, 0
-        for part in news.parts:
+        for part in update.parts:
             self._map.cover(part)
             self._unread.extend((part, layer) for layer in range(part.first_layer, part.first_layer + part.num_layers))
-        if news.meta is not None:
-            self._meta = news.meta
-            self._on_sealed(news.meta)
+        if update.meta is not None:
+            self._meta = update.meta
+            self._on_sealed(update.meta)
 
     async def load(self, read: ReadSpans, take: TakeGeneration, fabric: str) -> Taken:
         """Read the announced parts until everything has arrived and is acknowledged. Raises as `drop_select`."""

@@ -49,13 +49,13 @@ def written(name: str, calls: Sequence[tuple[str, str]]) -> str:
     return form.begin + form.separator.join(texts) + form.end
 
 
-def read(name: str, pieces: Sequence[str]) -> tuple[str, str, list[NumberedCall], list[str]]:
-    """Content, reasoning, calls, and the pieces of arguments."""
+def read(name: str, chunks: Sequence[str]) -> tuple[str, str, list[NumberedCall], list[str]]:
+    """Content, reasoning, calls, and the chunks of arguments."""
     server = SERVERS[name].answer_format("", tools=TOOLS, is_forced=True, is_required=True)
     parser = server.make()
     assert parser is not None
     reader = AnswerReader(parser, CallIds(b"key"))
-    parts = [*[part for piece in pieces for part in reader.feed(piece)], *reader.finish()]
+    parts = [*[part for chunk in chunks for part in reader.feed(chunk)], *reader.finish()]
     calls = [part for part in parts if isinstance(part, NumberedCall)]
     texts = {"content": "", "reasoning": ""}
     for part in parts:
@@ -84,8 +84,8 @@ def test_arguments_are_passed_on_as_they_are(
     text = (f"{opening}hm{closing}" if thinks else "") + lead
     text += (form_of(name).lead if thinks else "") + written(name, arguments)
     ends = sorted({place % (len(text) + 1) for place in places} | {len(text)})
-    pieces = [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    content, reasoning, calls, _ = read(name, pieces)
+    chunks = [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    content, reasoning, calls, _ = read(name, chunks)
     assert (content, reasoning) == ("", "hm" if thinks else "")
     assert [(call.name, call.arguments) for call in calls] == arguments
     assert len({call.id for call in calls}) == len(arguments)
@@ -95,9 +95,9 @@ def test_arguments_are_passed_on_as_they_are(
 
 @pytest.mark.parametrize("name", FORMS)
 def test_each_letter_of_the_arguments_comes_at_once(name: str) -> None:
-    *_, pieces = read(name, [*written(name, [("get", NASTY[0])])])
-    assert "".join(pieces) == NASTY[0]
-    assert max(map(len, pieces)) == 1
+    *_, chunks = read(name, [*written(name, [("get", NASTY[0])])])
+    assert "".join(chunks) == NASTY[0]
+    assert max(map(len, chunks)) == 1
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -116,9 +116,9 @@ def test_a_text_that_is_cut_off(name: str) -> None:
 def test_json_has_no_reasoning_within_it() -> None:
     text = '{"a": "<|channel|>analysis<|message|>hm<|end|><|channel|>final<|message|>"}'
     answers = SERVERS["gpt_oss"].answer_format("", is_json=True)
-    for pieces in ([text], [*text]):
+    for chunks in ([text], [*text]):
         reader = AnswerReader(answers.make() or pytest.fail("no parser"), CallIds(b"key"))
-        parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+        parts = [part for chunk in chunks for part in reader.feed(chunk)] + reader.finish()
         assert "".join(part.text for part in parts if isinstance(part, ParsedText) and part.kind == "content") == text
 
 
@@ -164,9 +164,9 @@ def test_arguments_in_tags_do_not_depend_on_how_the_text_is_cut(
     text = before + "get" + middle + body + after
     ends = sorted({place % (len(text) + 1) for place in places} | {len(text)})
     results = []
-    for pieces in ([text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)], [*text]):
+    for chunks in ([text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)], [*text]):
         reader = AnswerReader(answers.make() or pytest.fail("no parser"), CallIds(b"key"))
-        parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+        parts = [part for chunk in chunks for part in reader.feed(chunk)] + reader.finish()
         assert all(isinstance(part, NumberedCall) for part in parts)
         [call] = join_calls([part for part in parts if isinstance(part, NumberedCall)])
         assert json.loads(call.arguments) == {"city": city, "tags": tags, "n": -7}

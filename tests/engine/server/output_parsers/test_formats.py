@@ -74,13 +74,13 @@ def parsers(tools: str | None = "none", reasoning: str | None = "none", **tokeni
     return OutputParsers(made, tools=tools, reasoning=reasoning)
 
 
-def read(server: OutputParsers, pieces: Sequence[str], *, prompt: str = "", tools: Sequence[Any] = (CITY, F)) -> Any:
-    """Content, reasoning and calls of an answer that comes in these pieces."""
+def read(server: OutputParsers, chunks: Sequence[str], *, prompt: str = "", tools: Sequence[Any] = (CITY, F)) -> Any:
+    """Content, reasoning and calls of an answer that comes in these chunks."""
     parser = server.answer_format(prompt, tools=tools).make()
     assert parser is not None
     reader = AnswerReader(parser, CallIds(b"key"))
     texts, calls = {"content": "", "reasoning": ""}, []
-    for part in [*[part for piece in pieces for part in reader.feed(piece)], *reader.finish()]:
+    for part in [*[part for chunk in chunks for part in reader.feed(chunk)], *reader.finish()]:
         if isinstance(part, NumberedCall):
             calls.append(part)
         else:
@@ -241,8 +241,8 @@ THOUGHT = "\nhm {</ \n"
 )
 def test_reasoning(reasoning: str, prompt: str, text: str, expected: tuple[str, str]) -> None:
     server = parsers("hermes", reasoning)
-    for pieces in ([text], list(text)):
-        content, thought, calls = read(server, pieces, prompt=prompt)
+    for chunks in ([text], list(text)):
+        content, thought, calls = read(server, chunks, prompt=prompt)
         assert (content, thought, calls) == (*expected, [])
 
 

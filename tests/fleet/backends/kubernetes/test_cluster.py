@@ -34,8 +34,8 @@ async def over_tls(url: str, authority: Authority) -> AsyncIterator[int]:
     passing: set[asyncio.Task[None]] = set()
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while piece := await reader.read(65536):
-            writer.write(piece)
+        while chunk := await reader.read(65536):
+            writer.write(chunk)
             await writer.drain()
         writer.close()
 

@@ -55,7 +55,11 @@ async def controlling(
     cluster = await Cluster.connect("llm", None)
     held = KubernetesLeadership(cluster, "chat-controller")
     controller = ReplicaController(
-        file.fleet, lambda: Recommender(file, urls, Ledger(folder), front, SYSTEM_CLOCK), cluster, held, look_s=0.02
+        file.fleet,
+        lambda: Recommender(file, urls, Ledger(folder), front, SYSTEM_CLOCK),
+        cluster,
+        held,
+        poll_interval_s=0.02,
     )
     running = asyncio.create_task(controller.run())
     try:

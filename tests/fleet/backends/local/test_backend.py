@@ -254,7 +254,7 @@ async def test_numbers_are_not_given_twice_after_another_has_taken_over(folder: 
         await one.stop("decode-0", 10.0)
     async with backend(folder) as (other, _):
         await start(other, "decode-7")
-        numbers = {path.name: MemberFolder(path).about() for path in (folder / "members").iterdir()}
+        numbers = {path.name: MemberFolder(path).record() for path in (folder / "members").iterdir()}
         assert {name: about and about.number for name, about in numbers.items()} == {"decode-1": 1, "decode-7": 0}
 
 
@@ -494,7 +494,7 @@ async def test_what_is_no_folder_is_removed_and_what_it_points_to_stays(folder: 
 
 async def test_a_folder_that_somebody_removes_is_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some systems remove what a user has in memory when he logs out."""
-    monkeypatch.setattr("kvferry.fleet.backends.local.member.LocalMember.keep_every_s", 0.1)
+    monkeypatch.setattr("kvferry.fleet.backends.local.member.LocalMember.keep_interval_s", 0.1)
     async with backend(folder) as (one, _):
         await start(one, "decode-0")
         await until(one, "decode-0", MemberState.SERVING)

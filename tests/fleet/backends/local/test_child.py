@@ -112,7 +112,7 @@ async def test_its_whole_group_is_killed() -> None:
 async def test_one_that_was_found_is_waited_for_and_signalled_though_nobody_can_know_how_it_ended() -> None:
     with somebody_elses() as process:
         before = descriptors()
-        found = ChildProcess(process.pid, is_ours=False)
+        found = ChildProcess(process.pid, is_child=False)
         assert not await found.wait(0.01)
         found.terminate()
         assert await found.wait(HANGS_S)
@@ -124,7 +124,7 @@ async def test_one_that_was_found_is_waited_for_and_signalled_though_nobody_can_
 async def test_one_that_is_let_go_goes_on() -> None:
     with somebody_elses() as process:
         before = descriptors()
-        found = ChildProcess(process.pid, is_ours=False)
+        found = ChildProcess(process.pid, is_child=False)
         found.detach()
         found.signal(signal.SIGKILL)
         assert descriptors() == before
@@ -135,7 +135,7 @@ async def test_there_is_no_such_process() -> None:
     child = start("")
     assert await child.wait(HANGS_S)
     with pytest.raises(OSError, match="No such process"):
-        ChildProcess(child.pid, is_ours=False)
+        ChildProcess(child.pid, is_child=False)
     with pytest.raises(OSError):
         started_at(child.pid)
 

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> MemberFolder:
 
 
 def test_what_is_written_is_what_is_read(folder: MemberFolder) -> None:
-    assert MemberFolder(folder.path).about() == ABOUT
+    assert MemberFolder(folder.path).record() == ABOUT
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     assert folder.log.read_bytes() == folder.messages.read_bytes() == b""
     folder.remove()
@@ -45,7 +45,7 @@ def test_what_is_not_understood_is_nothing(folder: MemberFolder, text: str | Non
         path.unlink()
     else:
         path.write_text(text)
-    assert folder.about() is None
+    assert folder.record() is None
 
 
 def test_a_process_is_named_by_its_number_and_when_it_began(folder: MemberFolder) -> None:
@@ -110,14 +110,14 @@ def test_lines_come_when_they_are_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "length", [FileTail.max_line - 1, FileTail.max_line, FileTail.max_line + 1, 5 * FileTail.max_line + 7]
 )
-def test_long_lines_come_in_pieces_and_whole(tmp_path: Path, length: int) -> None:
+def test_long_lines_come_in_chunks_and_whole(tmp_path: Path, length: int) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"x" * length + b"\nnext\n")
     tail = FileTail(path)
-    *pieces, last = tail.lines()
+    *chunks, last = tail.lines()
     assert last == b"next"
-    assert b"".join(pieces) == b"x" * length
-    assert max(map(len, pieces)) <= 2 * FileTail.max_line
+    assert b"".join(chunks) == b"x" * length
+    assert max(map(len, chunks)) <= 2 * FileTail.max_line
     tail.close()
 
 

@@ -103,7 +103,7 @@ async def fork(server: ForkServer, **more: str) -> ChildProcess | None:
 async def cancel_when_asked(server: ForkServer) -> None:
     """Ask for a child, and do not wait for the answer."""
     starting = asyncio.create_task(fork(server))
-    await eventually(lambda: starting.done() or server.num_pending > 0, every_s=0)
+    await eventually(lambda: starting.done() or server.num_pending > 0, interval_s=0)
     starting.cancel()
     await asyncio.wait([starting])
     if not starting.cancelled() and (child := starting.result()) is not None:
@@ -204,7 +204,7 @@ async def test_the_end_while_the_second_is_forked(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("program", [FORKS, IMPORTS_FOR_EVER])
 async def test_the_end_while_the_forking_process_is_started_anew(program: str) -> None:
-    others, one = children(), Fleet(end_s=HANGS_S)
+    others, one = children(), Fleet(end_timeout_s=HANGS_S)
     async with asyncio.timeout(HANGS_S):
         await one.up()
         one.server.program = command(program)
@@ -221,8 +221,8 @@ async def test_one_that_stands_still_is_waited_for_no_longer_than_told(monkeypat
     others, one = children(), Fleet()
     async with asyncio.timeout(HANGS_S):
         await one.up()
-        one.server.times.fork_s = one.server.times.end_s = 0.2
-        monkeypatch.setattr(member.LocalMember, "killed_s", 0.2)
+        one.server.times.fork_s = one.server.times.end_timeout_s = 0.2
+        monkeypatch.setattr(member.LocalMember, "kill_timeout_s", 0.2)
         os.kill(one.forking, signal.SIGSTOP)
         assert await fork(one.server) is None
         one.attended.stop()
@@ -248,7 +248,7 @@ async def test_ctrl_c_ends_everything_within_the_grace_while_the_forking_process
     others, one = children(), Fleet(grace_s=HANGS_S)
     async with asyncio.timeout(HANGS_S):
         await one.up()
-        one.server.times.fork_s = one.server.times.end_s = 0.2
+        one.server.times.fork_s = one.server.times.end_timeout_s = 0.2
         instances = one.instances() - others
         os.kill(one.forking, signal.SIGSTOP)
         os.kill(min(instances), signal.SIGTERM)
@@ -260,7 +260,7 @@ async def test_ctrl_c_ends_everything_within_the_grace_while_the_forking_process
 
 async def test_imports_that_take_too_long_are_not_waited_for() -> None:
     # One that imports does not hear that it shall end.
-    async with forking(IMPORTS_FOR_EVER, import_s=0.1, end_s=HANGS_S) as (server, _):
+    async with forking(IMPORTS_FOR_EVER, import_s=0.1, end_timeout_s=HANGS_S) as (server, _):
         assert await fork(server) is None
         assert await fork(server) is None
 
@@ -283,7 +283,7 @@ async def test_children_go_on_when_the_forking_process_dies() -> None:
 
 
 async def test_a_message_that_is_not_understood_ends_all_waits() -> None:
-    async with forking(ANSWERS_WITH_REQUESTS, end_s=0.1) as (server, _):
+    async with forking(ANSWERS_WITH_REQUESTS, end_timeout_s=0.1) as (server, _):
         with pytest.raises(OSError, match="has ended"):
             await fork(server)
         server.program = command(FORKS)

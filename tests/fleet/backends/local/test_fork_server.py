@@ -27,7 +27,7 @@ from kvferry.fleet.processes.health_check import serves
 from kvferry.fleet.processes.process import MEMBER, ProcessSpec
 from kvferry.fleet.processes.process_settings import InstanceProcess
 from kvferry.fleet.spec.kv_transfer import DEFAULT, transfer_for
-from kvferry.fleet.spec.settings import InstanceSpec, Listen
+from kvferry.fleet.spec.settings import InstanceSettings, ListenSettings
 from kvferry.observe.logs import LogConfig
 from support.waiting import eventually
 
@@ -44,8 +44,8 @@ def decode(model: object, transfer: str = "", forks: bool = True, **more: str) -
     settings = InstanceProcess(
         role="decode",
         engine=EngineConfig(model=str(model), kv_cache_memory="32MiB"),
-        instance=InstanceSpec(kv_transfer_config=transfer or transfer_for(DEFAULT, "decode")),
-        listen=Listen(port=0),
+        instance=InstanceSettings(kv_transfer_config=transfer or transfer_for(DEFAULT, "decode")),
+        listen=ListenSettings(port=0),
         log=LogConfig(log_level="debug"),
     )
     environment = {**THREADS, "KVFERRY_INSTANCE_NAME": "decode-7", "HF_HUB_OFFLINE": "1", **more}
@@ -176,7 +176,7 @@ async def test_nobody_waits_for_one_that_is_no_longer_wanted(tmp_path: Path) -> 
     others = children()
     async with forking(tmp_path / "fleet") as made:
         starting = asyncio.create_task(made.start("one", decode(tmp_path / "nowhere")))
-        await eventually(lambda: children() != others, every_s=0)
+        await eventually(lambda: children() != others, interval_s=0)
         starting.cancel()
         await asyncio.wait([starting])
         assert starting.cancelled()
@@ -184,11 +184,11 @@ async def test_nobody_waits_for_one_that_is_no_longer_wanted(tmp_path: Path) -> 
     assert children() == others
 
 
-@pytest.mark.parametrize("why", ["there is CUDA", pytest.param("it has threads", marks=pytest.mark.full)])
-async def test_where_forks_are_not_sound_each_is_started_from_nothing(why: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", ["there is CUDA", pytest.param("it has threads", marks=pytest.mark.full)])
+async def test_where_forks_are_not_sound_each_is_started_from_nothing(reason: str, tmp_path: Path) -> None:
     more, others = {}, children()
-    server = ForkServer(cuda_device=tmp_path) if why == "there is CUDA" else ForkServer()
-    if why != "there is CUDA":
+    server = ForkServer(cuda_device=tmp_path) if reason == "there is CUDA" else ForkServer()
+    if reason != "there is CUDA":
         program = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         (tmp_path / "sitecustomize.py").write_text(program)
         more = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}

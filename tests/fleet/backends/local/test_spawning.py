@@ -84,7 +84,7 @@ async def test_the_server_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
         server.fork(None, {**os.environ}, (), log=nothing, ready=nothing, process=Path("/nowhere"))  # type: ignore[arg-type]
     )
     async with asyncio.timeout(60):
-        await eventually(lambda: server.pid is not None, every_s=0)
+        await eventually(lambda: server.pid is not None, interval_s=0)
         assert server.pid in early
         await server.close()
         with suppress(Exception):

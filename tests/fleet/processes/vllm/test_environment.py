@@ -29,7 +29,7 @@ def test_a_python_that_is_no_file_is_named(tmp_path: Path) -> None:
         ("echo broken >&2; exit 1", "is not a Python that works: broken"),
         ('echo "{}"', "is not a Python that works"),
         (
-            """echo '{"vllm":"","on_cpu":false,"kvferry":false,"lacks":[],"connectors":[]}'""",
+            """echo '{"vllm":"","on_cpu":false,"kvferry":false,"missing_libraries":[],"connectors":[]}'""",
             "there is no vLLM in the environment",
         ),
     ],
@@ -40,11 +40,11 @@ def test_a_program_that_is_no_python_with_vllm_is_refused(tmp_path: Path, text: 
 
 
 def test_what_it_says_is_taken_over(tmp_path: Path) -> None:
-    answer = '{"vllm":"0.32.0","on_cpu":true,"kvferry":true,"lacks":["nixl"],"connectors":["A"]}'
+    answer = '{"vllm":"0.32.0","on_cpu":true,"kvferry":true,"missing_libraries":["nixl"],"connectors":["A"]}'
     path = program(tmp_path / "python", f"echo '{answer}'")
     found = find_vllm(path)
     assert (found.python, found.version, found.has_kvferry, found.on_cpu) == (path, "0.32.0", True, True)
-    assert (found.lacks, found.connectors) == (("nixl",), ("A",))
+    assert (found.missing_libraries, found.connectors) == (("nixl",), ("A",))
 
 
 def test_a_module_must_be_importable_there() -> None:

@@ -27,7 +27,7 @@ from kvferry.fleet.processes.vllm.instances import START
 from kvferry.fleet.processes.vllm.ports import SPACING, free_ports
 from kvferry.fleet.processes.vllm.resources import share_devices, visible_devices
 from kvferry.fleet.spec.fleet_spec import MemberRole
-from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import EngineChoice, FleetShapeSettings, InstanceSettings, ListenSettings
 
 PYTHONS = Path(__file__).parents[3] / "support" / "vllm_pythons"
 ON_GPU = PYTHONS / "on_gpu"
@@ -52,9 +52,9 @@ def fleet(
         decode,
         None,
         engine=EngineConfig(model="some/model"),
-        instance=InstanceSpec(kv_transfer_config=None if transfer is None else json.dumps(transfer)),
-        spec=FleetSpec(prefill=prefill, decode=decode),
-        listen=Listen(host="127.0.0.2", port=9000),
+        instance=InstanceSettings(kv_transfer_config=None if transfer is None else json.dumps(transfer)),
+        spec=FleetShapeSettings(prefill=prefill, decode=decode),
+        listen=ListenSettings(host="127.0.0.2", port=9000),
         choice=EngineChoice(engine="vllm", engine_python=str(python), engine_argument=arguments),
     )
 
@@ -105,8 +105,8 @@ def test_threads_are_not_bound_to_cores_where_a_container_is_allowed_fewer_cpus(
     made = instances.VllmInstances.from_settings(
         EngineConfig(model="some/model"),
         EngineChoice(engine="vllm", engine_python=str(PYTHONS / "on_cpu")),
-        InstanceSpec(),
-        splits=True,
+        InstanceSettings(),
+        is_disaggregated=True,
     )
     place = instances.VllmPlacement("decode", "decode-0", 0, "127.0.0.1", 9000, (0, 1, 2, 3), 1, {})
     environment = made.process(place).environment
@@ -239,7 +239,9 @@ def test_flags_of_the_other_engine_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"--block-size is a flag of kvferry's own engine; .* as in: -- --block-size 16"
     ):
-        instances.VllmInstances.from_settings(settings, EngineChoice(engine="vllm"), InstanceSpec(), splits=True)
+        instances.VllmInstances.from_settings(
+            settings, EngineChoice(engine="vllm"), InstanceSettings(), is_disaggregated=True
+        )
     with pytest.raises(ConfigError, match="add --engine vllm"):
         EngineChoice(engine_argument=("--dtype",))
 
@@ -289,7 +291,7 @@ def test_environments_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         find_vllm(str(empty))
     empty.write_text("#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(ConfigError, match=r"--engine-python .*/python has not said within 0.1 s what is in it$"):
-        find_vllm(str(empty), within_s=0.1)
+        find_vllm(str(empty), timeout_s=0.1)
 
 
 def test_ports_are_free_and_apart() -> None:
@@ -351,7 +353,8 @@ def test_what_a_server_registers_for_it_can_do(connector: str, extra: Any, monke
 
 
 @pytest.mark.parametrize(
-    ("given", "python_path"), [(None, [str(instances.CALM)]), ("/mine", [str(instances.CALM), "/mine"])]
+    ("given", "python_path"),
+    [(None, [str(instances.SLEEPING_WAITS)]), ("/mine", [str(instances.SLEEPING_WAITS), "/mine"])],
 )
 def test_threads_that_wait_sleep_in_servers_for_cpus(
     given: str | None, python_path: list[str], monkeypatch: pytest.MonkeyPatch
@@ -371,7 +374,7 @@ def test_threads_that_wait_sleep_in_servers_for_cpus(
 def test_a_sitecustomize_of_the_users_is_run_too(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['RAN'] = __file__\n")
     code = "import os; begun = os.times().elapsed; os.sched_yield(); print(os.sched_yield.__name__, os.environ['RAN'])"
-    path = os.pathsep.join([str(instances.CALM), str(tmp_path)])
+    path = os.pathsep.join([str(instances.SLEEPING_WAITS), str(tmp_path)])
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
     )

@@ -15,7 +15,12 @@ from msgspec.structs import asdict
 from kvferry.adapters.vllm.settings import AdapterOptions
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.processes.vllm.environment import VllmEnvironment
-from kvferry.fleet.processes.vllm.transfer import for_member, has_mooncake, read_transfer, require_possible
+from kvferry.fleet.processes.vllm.transfer import (
+    has_bootstrap_server,
+    read_transfer,
+    require_usable_connectors,
+    transfer_for_member,
+)
 
 IN_PROC = {"shared_storage_path": "/proc/x"}
 CHILD = {"kv_connector": "KvferryP2pConnector", "kv_connector_extra_config": {"lease": 1}}
@@ -53,9 +58,9 @@ def test_what_is_not_ours_to_judge_passes(connector: str, extra: dict[str, Any])
 
 
 def test_a_mooncake_connector_among_several_has_a_bootstrap_server() -> None:
-    assert has_mooncake({"kv_connector": "MooncakeConnector"})
-    assert has_mooncake(several("MooncakeConnector", "OffloadingConnector"))
-    assert not has_mooncake(several("NixlConnector", "OffloadingConnector"))
+    assert has_bootstrap_server({"kv_connector": "MooncakeConnector"})
+    assert has_bootstrap_server(several("MooncakeConnector", "OffloadingConnector"))
+    assert not has_bootstrap_server(several("NixlConnector", "OffloadingConnector"))
 
 
 def test_all_keys_of_the_adapter_are_known_and_documented() -> None:
@@ -96,7 +101,7 @@ def test_a_cache_may_only_save_or_only_load_on_p_and_on_d(role: str) -> None:
     beside["kv_connector_extra_config"]["connectors"].append(cache)
     for said in (cache, ours, beside):
         for member in ("prefill", "decode"):
-            theirs = for_member(read_transfer(json.dumps(said)), member, f"{member}-0", 0)  # type: ignore[arg-type]
+            theirs = transfer_for_member(read_transfer(json.dumps(said)), member, f"{member}-0", 0)  # type: ignore[arg-type]
             last = theirs.get("kv_connector_extra_config", {}).get("connectors", [theirs])[-1]
             assert last["kv_role"] == role
 
@@ -106,12 +111,12 @@ def test_among_several_too_what_hands_off_has_no_other_role(name: str) -> None:
     said = several(name)
     said["kv_connector_extra_config"]["connectors"][0]["kv_role"] = "kv_consumer"
     with pytest.raises(ConfigError, match="a prefill instance cannot have kv_role kv_consumer"):
-        for_member(read_transfer(json.dumps(said)), "prefill", "prefill-0", 0)
+        transfer_for_member(read_transfer(json.dumps(said)), "prefill", "prefill-0", 0)
 
 
 def test_kvferry_s_connectors_are_told_where_their_node_is_reached() -> None:
     def told(said: dict[str, Any]) -> dict[str, Any]:
-        extra: dict[str, Any] = for_member(read_transfer(json.dumps(said)), "decode", "d", 0, "10.0.0.3")[
+        extra: dict[str, Any] = transfer_for_member(read_transfer(json.dumps(said)), "decode", "d", 0, "10.0.0.3")[
             "kv_connector_extra_config"
         ]
         return extra
@@ -127,15 +132,17 @@ def test_a_cache_among_several_saves_and_loads_in_every_role() -> None:
     kept = {"kv_connector": "KvferryOffloadingConnector", "kv_connector_extra_config": {"hand_off": False}}
     said = several("KvferryP2pConnector")
     said["kv_connector_extra_config"]["connectors"].append(kept)
-    theirs = for_member(read_transfer(json.dumps(said)), "decode", "decode-0", 0)
+    theirs = transfer_for_member(read_transfer(json.dumps(said)), "decode", "decode-0", 0)
     roles = [child.get("kv_role") for child in theirs["kv_connector_extra_config"]["connectors"]]
     assert roles == ["kv_consumer", "kv_both"]
-    beside = for_member(
+    beside = transfer_for_member(
         read_transfer(json.dumps(several("NixlConnector", "KvferryOffloadingConnector"))), "decode", "", 0
     )
     roles = [child.get("kv_role") for child in beside["kv_connector_extra_config"]["connectors"]]
     assert roles == ["kv_consumer", "kv_both"]
-    ours = for_member(read_transfer(json.dumps(several("P2pConnector", "OffloadingConnector"))), "decode", "d", 0)
+    ours = transfer_for_member(
+        read_transfer(json.dumps(several("P2pConnector", "OffloadingConnector"))), "decode", "d", 0
+    )
     assert ours["kv_role"] == "kv_consumer"
     assert not any("kv_role" in child for child in ours["kv_connector_extra_config"]["connectors"])
 
@@ -191,33 +198,33 @@ BESIDE = [{"kv_connector": "NixlConnector"}, {"kv_connector": "OffloadingConnect
 )
 def test_what_cannot_work_there_is_told_at_once(transfer: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        require_possible(transfer, THERE, ())
+        require_usable_connectors(transfer, THERE, ())
 
 
 def test_a_library_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="MooncakeConnector needs mooncake, which is not installed"):
-        require_possible({"kv_connector": "MooncakeConnector"}, replace(THERE, connectors=()), ())
-    require_possible({"kv_connector": "KvferryMooncakeConnector"}, THERE, ())
+        require_usable_connectors({"kv_connector": "MooncakeConnector"}, replace(THERE, connectors=()), ())
+    require_usable_connectors({"kv_connector": "KvferryMooncakeConnector"}, THERE, ())
 
 
 def test_what_may_work_there_is_left_to_vllm() -> None:
-    require_possible({"kv_connector": "OffloadingConnector"}, THERE, ("--kv-offloading-size", "4"))
-    require_possible({"kv_connector": "Mine", "kv_connector_module_path": "mine"}, THERE, ())
-    require_possible(several("NixlConnector", "KvferryOffloadingConnector"), THERE, ())
-    require_possible({"kv_connector": "Mine"}, replace(THERE, connectors=()), ())
-    require_possible({"kv_connector": LMCACHES}, replace(THERE, on_cpu=False), ())
-    require_possible({"kv_connector": LMCACHES, "kv_connector_module_path": "mine"}, THERE, ())
-    require_possible({"kv_connector": "NixlConnector", "kv_connector_extra_config": "no object"}, THERE, ())
+    require_usable_connectors({"kv_connector": "OffloadingConnector"}, THERE, ("--kv-offloading-size", "4"))
+    require_usable_connectors({"kv_connector": "Mine", "kv_connector_module_path": "mine"}, THERE, ())
+    require_usable_connectors(several("NixlConnector", "KvferryOffloadingConnector"), THERE, ())
+    require_usable_connectors({"kv_connector": "Mine"}, replace(THERE, connectors=()), ())
+    require_usable_connectors({"kv_connector": LMCACHES}, replace(THERE, on_cpu=False), ())
+    require_usable_connectors({"kv_connector": LMCACHES, "kv_connector_module_path": "mine"}, THERE, ())
+    require_usable_connectors({"kv_connector": "NixlConnector", "kv_connector_extra_config": "no object"}, THERE, ())
 
 
 @pytest.mark.parametrize("module", ["no_such_module_of_anyones", "json.no_such", "kvferry.nothing.at_all", "..x", ""])
 def test_a_module_that_vllms_environment_does_not_have_is_named_before_anything_starts(module: str) -> None:
     here = replace(THERE, python=sys.executable)
     with pytest.raises(ConfigError, match=r"kv_connector_module_path .* cannot be imported in the environment of"):
-        require_possible({"kv_connector": "Mine", "kv_connector_module_path": module}, here, ())
-    require_possible({"kv_connector": "Mine", "kv_connector_module_path": "json.decoder"}, here, ())
+        require_usable_connectors({"kv_connector": "Mine", "kv_connector_module_path": module}, here, ())
+    require_usable_connectors({"kv_connector": "Mine", "kv_connector_module_path": "json.decoder"}, here, ())
 
 
 def test_a_port_as_text_is_counted_up_for_each_instance() -> None:
     transfer = read_transfer('{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_port":"21001"}')
-    assert for_member(transfer, "decode", "decode-0", 2)["kv_port"] == 21003
+    assert transfer_for_member(transfer, "decode", "decode-0", 2)["kv_port"] == 21003

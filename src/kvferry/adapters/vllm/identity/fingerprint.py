@@ -18,7 +18,7 @@ from kvferry.adapters.vllm.identity.loaded_files import before_loading
 from kvferry.core.errors import ConfigError
 from kvferry.models.checkpoint import checkpoint_name, plain, resolved_config
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 NOT_COMPARED = {
     "VllmConfig": """
@@ -132,4 +132,4 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _show_progress(done: int, total: int) -> None:
-    log.info("naming the checkpoint by its content: %.1f of %.1f GB read", done / 1e9, total / 1e9)
+    logger.info("naming the checkpoint by its content: %.1f of %.1f GB read", done / 1e9, total / 1e9)

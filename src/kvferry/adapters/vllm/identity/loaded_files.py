@@ -13,7 +13,7 @@ from typing import Any
 
 from kvferry.models.checkpoint import CheckpointFiles
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _files_before_load: dict[tuple[str, str], CheckpointFiles] = {}
 """The recorded files, by model and revision."""
@@ -48,7 +48,7 @@ def before_loading(model: Any) -> CheckpointFiles | None:
     """The files before the model was loaded; None if they were not recorded, which is logged."""
     before = _files_before_load.get(_key(model))
     if before is None:
-        log.info("whether the files of %s changed while vLLM loaded them is not known", model.model)
+        logger.info("whether the files of %s changed while vLLM loaded them is not known", model.model)
     return before
 
 

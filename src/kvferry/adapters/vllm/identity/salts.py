@@ -27,7 +27,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.models.checkpoint import WEIGHT_SUFFIXES, DigestReader, file_states, local_checkpoint
 from kvferry.models.digest_cache import FileState
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _NAMED = "\0"
 """Prefix of the salt of a request that has more than a `cache_salt`."""
@@ -69,7 +69,7 @@ class Salts:
     def _log_once(self, error: InvalidRequest) -> InvalidRequest:
         if (text := str(error)) not in self._logged and len(self._logged) < self.max_logged:
             self._logged.add(text)
-            log.warning("%s", text)
+            logger.warning("%s", text)
         return error
 
     def _of(self, request: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _BASE = 251
 """Number of values that one written page distinguishes: integers that even an 8-bit mantissa holds exactly."""
@@ -39,7 +39,7 @@ def page_digest(layer: Any, cache: torch.Tensor, page_bytes: int) -> str | None:
             digest.update(_write(layer, cache, page_bytes, keys, values))
         return digest.hexdigest()[:12]
     except Exception as error:  # noqa: BLE001 - a backend or its compiler may raise any type, which must not end vLLM's start
-        log.info("attention backend %s does not show how it arranges a page: %r", type(layer).__name__, error)
+        logger.info("attention backend %s does not show how it arranges a page: %r", type(layer).__name__, error)
         return None
 
 

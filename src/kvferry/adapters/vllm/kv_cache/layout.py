@@ -37,7 +37,7 @@ RECURRENT = {"linear_attention", "mamba", "mamba2", "M", "conv", "recurrent", "h
 _LAYER_KINDS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern")
 """Keys of configurations that list the kinds of layers."""
 
-NEEDS_ONE_GROUP = "start vLLM with --disable-hybrid-kv-cache-manager"
+ONE_GROUP_HINT = "start vLLM with --disable-hybrid-kv-cache-manager"
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,14 @@ class GroupShape:
 @dataclass(frozen=True)
 class KVCacheShape:
     """vLLM's KV cache groups. The blocks of all groups are equal: a block has one page for each layer of its group. The
-    place of the k-th layer's page in a block is *slot* k (not a slot of one token, as in vLLM's `slot_mapping`)."""
+    place of the k-th layer's page in a block is *layer position* k (not a slot of one token, as in vLLM's
+    `slot_mapping`)."""
 
     groups: tuple[GroupShape, ...]
 
     @property
     def widest(self) -> GroupShape:
-        """A group that has a layer in every slot."""
+        """A group that has a layer at every layer position."""
         return max(self.groups, key=lambda group: len(group.layer_names))
 
     @property
@@ -92,17 +93,17 @@ def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, *, supports_gr
             "sleep mode frees the memory of the KV cache, which other instances may be reading; start vLLM without"
             " --enable-sleep-mode"
         )
-    _require_context(vllm_config)
+    _require_exact_reuse(vllm_config)
     groups = kv_cache_config.kv_cache_groups
     recurrent = [group.layer_names[0] for group in groups if any(isinstance(spec, MambaSpec) for spec in _specs(group))]
     if recurrent or not groups:
-        raise _no_attention(f"layers such as {recurrent[0]}" if recurrent else "no layer with KV")
+        raise _unsupported_state(f"layers such as {recurrent[0]}" if recurrent else "no layer with KV")
     max_model_len = vllm_config.model_config.max_model_len
     if len(groups) == 1:
         return KVCacheShape((_single_group_shape(groups[0], max_model_len),))
     if not supports_groups:
         raise ConfigError(
-            f"this model has {len(groups)} KV cache groups, and this connector moves one; {NEEDS_ONE_GROUP}"
+            f"this model has {len(groups)} KV cache groups, and this connector moves one; {ONE_GROUP_HINT}"
         )
     shape = KVCacheShape(tuple(_group_shape(group, max_model_len) for group in groups))
     _require_equal_blocks(shape)
@@ -114,13 +115,13 @@ def require_attention_only(model_config: Any) -> None:
     configs = (model_config.hf_config, model_config.hf_text_config)
     kinds = {str(kind) for config in configs for name in _LAYER_KINDS for kind in getattr(config, name, None) or ()}
     if recurrent := sorted(kinds & RECURRENT):
-        raise _no_attention(f"layers of the kind {', '.join(recurrent)}")
+        raise _unsupported_state(f"layers of the kind {', '.join(recurrent)}")
     if model_config.is_attention_free:
-        raise _no_attention("no attention")
+        raise _unsupported_state("no attention")
     if model_config.is_hybrid:
-        raise _no_attention("recurrent layers beside attention")
+        raise _unsupported_state("recurrent layers beside attention")
     if model_config.using_transformers_backend() and any(map(_is_stateful, configs)):
-        raise _no_attention("a state beside the KV of its tokens")
+        raise _unsupported_state("a state beside the KV of its tokens")
 
 
 def _is_stateful(config: Any) -> bool:
@@ -128,7 +129,7 @@ def _is_stateful(config: Any) -> bool:
     return getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_is_stateful", False)
 
 
-def _require_context(vllm_config: Any) -> None:
+def _require_exact_reuse(vllm_config: Any) -> None:
     """Raise `ConfigError` if vLLM computes other values after cached KV than within one prompt. vLLM's plain kernels
     for MLA on CPUs do so (the AMX kernels were not tried). For them, vLLM itself turns off chunked prefill and prefix
     caching."""
@@ -141,7 +142,7 @@ def _require_context(vllm_config: Any) -> None:
         )
 
 
-def _no_attention(reason: str) -> ConfigError:
+def _unsupported_state(reason: str) -> ConfigError:
     return ConfigError(
         f"this model has {reason}: the state of recurrent layers is not in KV blocks, and kvferry can neither hand it"
         " off nor store it; serve the model without kvferry's connectors"
@@ -181,20 +182,20 @@ def _group_shape(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
     kind = f"{type(spec).__name__}{', for speculative decoding' if is_draft else ''}"
     raise ConfigError(
         f"layer {group.layer_names[0]} and others keep KV in a group of their own ({kind}), and beside full attention"
-        f" kvferry moves plain sliding windows only; {NEEDS_ONE_GROUP}"
+        f" kvferry moves plain sliding windows only; {ONE_GROUP_HINT}"
     )
 
 
 def _require_equal_blocks(shape: KVCacheShape) -> None:
     if all(shape.windows):
-        raise ConfigError(f"no layer of this model keeps all of its KV; {NEEDS_ONE_GROUP}")
+        raise ConfigError(f"no layer of this model keeps all of its KV; {ONE_GROUP_HINT}")
     if len(sizes := {group.block_size for group in shape.groups}) > 1:
         raise ConfigError(
             f"this model's KV cache groups have blocks of {sorted(sizes)} tokens, and kvferry moves groups of one size:"
-            f" {NEEDS_ONE_GROUP}"
+            f" {ONE_GROUP_HINT}"
         )
     if len({spec.page_size_bytes for group in shape.groups for spec in group.specs}) > 1:
-        raise ConfigError(f"this model's KV cache groups have pages of different sizes; {NEEDS_ONE_GROUP}")
+        raise ConfigError(f"this model's KV cache groups have pages of different sizes; {ONE_GROUP_HINT}")
 
 
 def _require_plain_parallelism(parallel: Any) -> None:
@@ -227,7 +228,7 @@ def kv_layout(
 ) -> KVLayout:
     """The layout of the pages of these tensors on this tensor-parallel rank. `mix_kernels`: leave `KVLayout.kernels`
     empty."""
-    computes_exactly = vllm_config.model_config.dtype == torch.float32
+    is_float32 = vllm_config.model_config.dtype == torch.float32
     return KVLayout(
         model_fingerprint=fingerprint,
         layers=tuple(
@@ -237,7 +238,7 @@ def kv_layout(
         dtype=str(shape.widest.specs[0].dtype).removeprefix("torch."),
         block_size=shape.block_size,
         packing=_packing(vllm_config, shape, kv_caches),
-        kernels="" if mix_kernels or computes_exactly else _kernels(),
+        kernels="" if mix_kernels or is_float32 else _kernels(),
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         tp_rank=rank,
     )
@@ -253,7 +254,7 @@ def _kernels() -> str:
 
 def _packing(vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torch.Tensor]) -> str:
     """A text with the order of the axes; for each kind of layer, the backend, its variant, the page's shape and its
-    arrangement; and the slot of each layer."""
+    arrangement; and the layer position of each layer."""
     order = vllm_config.cache_config.get_resolved_kv_cache_layout()
     _require_compact_pages(order)
     layers = vllm_config.compilation_config.static_forward_context
@@ -271,7 +272,7 @@ def _arrangement(layer: Any, cache: torch.Tensor, spec: Any) -> str:
 
 
 def _grouping(shape: KVCacheShape) -> str:
-    """A text that identifies the division of layers into groups, and their order: the number of a slot alone does not
+    """A text that identifies the division of layers into groups, and their order: a layer position alone does not
     identify a layer."""
     facts = repr([(group.layer_names, group.window) for group in shape.groups])
     return f" {len(shape.groups)} groups {hashlib.sha256(facts.encode()).hexdigest()[:8]}"
@@ -306,12 +307,12 @@ def block_memory(
     for tensor in kv_cache_config.kv_cache_tensors:
         for index, name in enumerate(tensor.layers):
             layer_places[name] = LayerPlace(tensor.offset + index * tensor.layer_stride, tensor.block_stride)
-    slot_places = tuple(layer_places[name] for name in shape.widest.layer_names)
+    position_places = tuple(layer_places[name] for name in shape.widest.layer_names)
     for group in shape.groups:
         group_places = tuple(layer_places[name] for name in group.layer_names)
-        if group_places != slot_places[: len(group_places)]:
-            raise ConfigError(f"this vLLM does not lay its KV cache groups over one another; {NEEDS_ONE_GROUP}")
-    return BlockMemory(BlockGeometry(layout, kv_cache_config.num_blocks, slot_places), (region,), device)
+        if group_places != position_places[: len(group_places)]:
+            raise ConfigError(f"this vLLM does not lay its KV cache groups over one another; {ONE_GROUP_HINT}")
+    return BlockMemory(BlockGeometry(layout, kv_cache_config.num_blocks, position_places), (region,), device)
 
 
 def allocation(kv_caches: Mapping[str, torch.Tensor]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from kvferry.core.errors import ConfigError
 from kvferry.transport.shared_memory import SharedSegment
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _segments: dict[int, PooledSegment] = {}
 """The segments of this process by their address. Several connectors of one vLLM share a segment."""
@@ -65,7 +65,7 @@ class SharedAllocation(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if not self._was_used and error[0] is None:
-            log.warning(
+            logger.warning(
                 "this vLLM does not allocate its KV cache as one torch.zeros of %d bytes, so it is not in shared"
                 " memory, and transfers on this machine go over TCP",
                 self._num_bytes,
@@ -81,7 +81,7 @@ class SharedAllocation(TorchFunctionMode):
             try:
                 return self._serve()
             except ConfigError as error:
-                log.warning("the KV cache is not in shared memory, so its transfers take two copies: %s", error)
+                logger.warning("the KV cache is not in shared memory, so its transfers take two copies: %s", error)
         return func(*args, **kwargs)
 
     def _is_kv_cache(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

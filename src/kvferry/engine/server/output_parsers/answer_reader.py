@@ -10,11 +10,11 @@ from typing import ClassVar
 
 import msgspec
 
-from kvferry.engine.server.output_parsers.base import CallArguments, OutputParser, ParsedCall, ParsedText, Part
+from kvferry.engine.server.output_parsers.base import CallArguments, OutputParser, ParsedCall, ParsedOutput, ParsedText
 
 
 class NumberedCall(msgspec.Struct, frozen=True):
-    """A call, with its position among the choice's calls; or the next piece of its arguments, without id and name."""
+    """A call, with its position among the choice's calls; or the next chunk of its arguments, without id and name."""
 
     index: int
     id: str
@@ -25,11 +25,11 @@ class NumberedCall(msgspec.Struct, frozen=True):
 AnswerPart = ParsedText | NumberedCall
 
 
-def join_calls(pieces: Iterable[NumberedCall]) -> list[NumberedCall]:
-    """The calls that consist of these pieces."""
-    groups = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.index)]
+def join_calls(chunks: Iterable[NumberedCall]) -> list[NumberedCall]:
+    """The calls that consist of these chunks."""
+    groups = [list(group) for _, group in groupby(chunks, key=lambda chunk: chunk.index)]
     return [
-        msgspec.structs.replace(group[0], arguments="".join([piece.arguments for piece in group])) for group in groups
+        msgspec.structs.replace(group[0], arguments="".join([chunk.arguments for chunk in group])) for group in groups
     ]
 
 
@@ -103,7 +103,7 @@ class AnswerReader:
             rest.append(ParsedText("content", self._spaces))
         return rest
 
-    def _read(self, parts: Iterable[Part]) -> list[AnswerPart]:
+    def _read(self, parts: Iterable[ParsedOutput]) -> list[AnswerPart]:
         read: list[AnswerPart] = []
         for part in parts:
             if self.is_complete:

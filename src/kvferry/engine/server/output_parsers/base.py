@@ -32,13 +32,15 @@ class ParsedCall(msgspec.Struct, frozen=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """The next piece of the arguments of the call that is open."""
+    """The next chunk of the arguments of the call that is open."""
 
     text: str
     is_last: bool
 
 
-Part = ParsedText | ParsedCall | CallArguments
+ParsedOutput = ParsedText | ParsedCall | CallArguments
+Part = ParsedOutput
+"""Deprecated name of `ParsedOutput`."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,11 @@ class OutputParser(ABC):
         return False
 
     @abstractmethod
-    def feed(self, text: str) -> list[Part]:
-        """The parts that `text` completes. Text that may begin a call is held until it is one, or is not."""
+    def feed(self, text: str) -> list[ParsedOutput]:
+        """The outputs that `text` completes. Text that may begin a call is held until it is one, or is not."""
 
     @abstractmethod
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[ParsedOutput]:
         """The rest, at the answer's end. Called once, and `feed` never after it."""
 
 
@@ -86,16 +88,16 @@ class Stages(OutputParser):
         """True if the first's text ends within reasoning, or the second's does."""
         return self._first.is_reasoning or self._second.is_reasoning
 
-    def feed(self, text: str) -> list[Part]:
-        """The parts of both."""
+    def feed(self, text: str) -> list[ParsedOutput]:
+        """The outputs of both."""
         return self._pass_on(self._first.feed(text))
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[ParsedOutput]:
         """The rest of both."""
         return [*self._pass_on(self._first.finish()), *self._second.finish()]
 
-    def _pass_on(self, parts: Sequence[Part]) -> list[Part]:
-        passed: list[Part] = []
+    def _pass_on(self, parts: Sequence[ParsedOutput]) -> list[ParsedOutput]:
+        passed: list[ParsedOutput] = []
         for part in parts:
             is_content = isinstance(part, ParsedText) and part.kind == "content"
             passed += self._second.feed(part.text) if is_content and isinstance(part, ParsedText) else [part]

@@ -11,14 +11,14 @@ import re
 from collections.abc import Collection, Mapping
 
 from kvferry.core.structured_outputs import NUMBER, CallForm
-from kvferry.engine.server.output_parsers.base import CallArguments, OutputParser, ParsedCall, ParsedText, Part
+from kvferry.engine.server.output_parsers.base import CallArguments, OutputParser, ParsedCall, ParsedOutput, ParsedText
 
 _CHARACTER = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
 
 
 class JsonObjectScanner:
-    """Finds the end of a JSON object that comes in pieces. Valid JSON is assumed."""
+    """Finds the end of a JSON object that comes in chunks. Valid JSON is assumed."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -113,11 +113,11 @@ class ForcedCallParser(OutputParser):
         """None: no call is open."""
         self._has_called = self._is_content = False
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[ParsedOutput]:
         """The parts that `text` adds: the beginning of a call, and text of its arguments."""
         if self._is_content:
             return [ParsedText("content", text)] if text else []
-        parts: list[Part] = []
+        parts: list[ParsedOutput] = []
         while True:
             if self._arguments is None:
                 self._held, text = "", self._held + text
@@ -133,7 +133,7 @@ class ForcedCallParser(OutputParser):
                 return parts
             self._arguments, text = None, rest
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[ParsedOutput]:
         """The rest: the beginning of a first call as content. A further call without its header is dropped."""
         held, self._held = self._held, ""
         return [ParsedText("content", held)] if held and not self._has_called else []
@@ -149,7 +149,7 @@ class ForcedCallParser(OutputParser):
         tags = self._form.parameter
         return JsonArguments() if tags is None else TaggedArguments(tags, self._form.call[2], self._texts[name])
 
-    def _hold(self, text: str) -> list[Part]:
+    def _hold(self, text: str) -> list[ParsedOutput]:
         if len(text) <= self.max_header:
             self._held = text
             return []

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import resolve
-from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParsedText, ParserContext, Part
+from kvferry.engine.server.output_parsers.base import OutputParser, ParsedCall, ParsedOutput, ParsedText, ParserContext
 from kvferry.engine.structured.call_parameters import with_types
 
 _IMPLICIT = "content_between_regions"
@@ -182,26 +182,26 @@ class TemplateParser(OutputParser):
         """True if the text so far ends within reasoning."""
         return self._template.kinds.get(self._in_region) == "reasoning"
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[ParsedOutput]:
         """The parts that `text` completes; reasoning and content as they come, a call when it is closed."""
-        parts: list[Part] = []
-        for piece in text if self._template.by_character else [text]:
+        parts: list[ParsedOutput] = []
+        for chunk in text if self._template.by_character else [text]:
             if self._parser is None:
-                parts += [ParsedText("content", piece)] if piece else []
+                parts += [ParsedText("content", chunk)] if chunk else []
                 continue
-            self._raw += piece
-            parts += self._parts(self._parser.feed(piece))
+            self._raw += chunk
+            parts += self._parts(self._parser.feed(chunk))
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[ParsedOutput]:
         """The rest; a call that is complete but not closed is one."""
         if self._parser is None:
             return []
         _, events = self._parser.finalize()
         return self._parts(events)
 
-    def _parts(self, events: Sequence[dict[str, Any]]) -> list[Part]:
-        parts: list[Part] = []
+    def _parts(self, events: Sequence[dict[str, Any]]) -> list[ParsedOutput]:
+        parts: list[ParsedOutput] = []
         for event in events:
             name, kind = event["field"], self._template.kinds[event["field"]]
             is_implicit = name == _IMPLICIT
@@ -235,18 +235,18 @@ class TemplateParser(OutputParser):
         region, self._raw = self._raw[:end], self._raw[end:]
         return region
 
-    def _rest(self) -> list[Part]:
+    def _rest(self) -> list[ParsedOutput]:
         self._parser = None
         rest, self._raw = self._raw, ""
         return [ParsedText("content", rest)] if rest else []
 
-    def _calls(self, name: str, region: str) -> list[Part]:
+    def _calls(self, name: str, region: str) -> list[ParsedOutput]:
         """The calls in a region, with the whitespace before it; the region as content, if it has none. It is read as
         the field that began it, else as any other that fits."""
         for field_name in dict.fromkeys((name, *self._template.calls)):
             try:
-                pieces = _objects(region) if self._template.sequence else [region]
-                calls = [call for piece in pieces for call in self._read(field_name, piece)]
+                chunks = _objects(region) if self._template.sequence else [region]
+                calls = [call for chunk in chunks for call in self._read(field_name, chunk)]
             except _NOT_A_CALL:
                 continue
             self._has_called = True

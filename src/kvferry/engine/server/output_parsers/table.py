@@ -114,8 +114,8 @@ class OutputParsers:
 
     def __init__(self, tokenizer: Any, *, tools: str | None = None, reasoning: str | None = None) -> None:
         template = _chat_template(tokenizer)
-        own = getattr(tokenizer, "response_template", None)
-        checkpoint = None if own is None or (tools and reasoning) else _of_checkpoint(own)
+        response_template = getattr(tokenizer, "response_template", None)
+        checkpoint = None if response_template is None or (tools and reasoning) else _of_checkpoint(response_template)
         self.tools = _choose("tools", tools, checkpoint, template)
         self.reasoning = _choose("reasoning", reasoning, checkpoint, template)
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()

@@ -31,7 +31,7 @@ from kvferry.http.server.response import Response
 Body = TypeVar("Body", bound=msgspec.Struct)
 GenerationBody = TypeVar("GenerationBody", bound=GenerationRequest)
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _NO_CALLS = "no parser of this model's tool calls is known; calls that it writes stay text in content"
 _NO_REASONING = "no parser of this model's reasoning is known; no part of its answer counts as reasoning"
@@ -65,16 +65,16 @@ class GenerationRoute(Generic[GenerationBody]):
             if (hand_off := refused_hand_off(body)) is not None:
                 self._context.engine_client.refused(hand_off)
             raise
-        off_loop = self._context.codec.off_loop
+        thread_offload = self._context.codec.thread_offload
         if not body.stream:
-            await _send_response(writer, off_loop, response)
+            await _send_response(writer, thread_offload, response)
             return
         marks = None
         if request.header(PROGRESS_HEADER) is not None and self._is_continuable(writer, body):
             marks = ProgressMarks(writer.generation, writer.created)
             response.add_header(PROGRESS_HEADER.lower().encode(), b"1")
         batches = DeltaBatches(body.stream_interval or 1, self._context.clock)
-        await _send_stream(writer, off_loop, response, batches, marks)
+        await _send_stream(writer, thread_offload, response, batches, marks)
 
     def _is_continuable(self, writer: AnswerWriter, body: GenerationBody) -> bool:
         children = writer.generation.children
@@ -148,10 +148,10 @@ def _warnings_of_chat(context: ServerContext, body: msgspec.Struct) -> list[str]
 @cache
 def _log_once(field: str, reason: str, flag: str) -> None:
     """Log the warning once per process."""
-    log.warning("a request has %s: %s. %s names one", field, reason, flag)
+    logger.warning("a request has %s: %s. %s names one", field, reason, flag)
 
 
-async def _send_response(writer: AnswerWriter, off_loop: ThreadOffload, response: Response) -> None:
+async def _send_response(writer: AnswerWriter, thread_offload: ThreadOffload, response: Response) -> None:
     deltas: list[list[Delta]] = [[] for _ in writer.generation.children]
 
     async def keep(delta: Delta) -> None:
@@ -159,7 +159,9 @@ async def _send_response(writer: AnswerWriter, off_loop: ThreadOffload, response
 
     await writer.generation.run(keep)
     choices = [merge_deltas(parts) for parts in deltas]
-    answer = await off_loop.run_if(_is_large(*choices), lambda: msgspec.json.encode(writer.full_response(choices)))
+    answer = await thread_offload.run_if(
+        _is_large(*choices), lambda: msgspec.json.encode(writer.full_response(choices))
+    )
     response.send_json(answer)
 
 
@@ -173,7 +175,7 @@ def _is_large(*deltas: Delta) -> bool:
 
 async def _send_stream(
     writer: AnswerWriter,
-    off_loop: ThreadOffload,
+    thread_offload: ThreadOffload,
     response: Response,
     batches: DeltaBatches,
     marks: ProgressMarks | None = None,
@@ -186,7 +188,7 @@ async def _send_stream(
         if batch is None:
             return
         delta = batch
-        events = await off_loop.run_if(True, writer.events, delta) if _is_large(delta) else writer.events(delta)
+        events = await thread_offload.run_if(True, writer.events, delta) if _is_large(delta) else writer.events(delta)
         stream.write(events, () if marks is None else marks.of(delta, len(events)))
         if response.slow:
             await response.drain()

@@ -65,7 +65,7 @@ class UtilityRoutes:
             Route("GET", OPENAPI_PATH, self.openapi, "open"),
             Route("GET", "/metrics", self.metrics, "probe"),
             Route("POST", "/kvferry/release", self.release, "release"),
-            Route("POST", "/kvferry/kept", self.kept, "operate"),
+            Route("POST", "/kvferry/kept", self.stored_blocks, "operate"),
             Route("GET", "/kvferry/instance", self.instance, "probe"),
             Route("GET", "/kvferry/check", self.check, "probe"),
         ]
@@ -201,7 +201,7 @@ class UtilityRoutes:
         released = await self._context.engine_client.release(body.transfer_id)
         response.send_json(msgspec.json.encode({"released": released}))
 
-    async def kept(self, request: HttpRequest, response: Response) -> None:
+    async def stored_blocks(self, request: HttpRequest, response: Response) -> None:
         """Count the blocks of a prompt that the KV stores have; pin or unpin them if the request says so."""
         body = await self._decoded(request, response, KeptRequest)
         require_known_tokens(body.tokens, self._context.engine_client.vocab_size, "tokens")
@@ -211,7 +211,7 @@ class UtilityRoutes:
             sampling=SamplingParams(max_tokens=1),
             cache_salt=body.cache_salt or "",
         )
-        send_json(response, await self._context.engine_client.kept(prompt, pin=body.pin))
+        send_json(response, await self._context.engine_client.stored_blocks(prompt, pin=body.pin))
 
     async def instance(self, request: HttpRequest, response: Response) -> None:
         """The description of this instance for routers (`InstanceFacts`): role, names, layout, and the addresses at

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 class ReplicaController:
     """Owns the replicas of one fleet's workloads. `make_recommender`: called each time when it becomes the leader.
-    `look_s`: seconds between two decisions, and between two attempts to become the leader."""
+    `poll_interval_s`: seconds between two decisions, and between two attempts to become the leader."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class ReplicaController:
         cluster: Cluster,
         leadership: Leadership,
         *,
-        look_s: float = 1.0,
+        poll_interval_s: float = 1.0,
     ) -> None:
         self._fleet, self._make_recommender = fleet, make_recommender
-        self._cluster, self._leadership, self._look_s = cluster, leadership, look_s
+        self._cluster, self._leadership, self._poll_interval_s = cluster, leadership, poll_interval_s
 
     async def run(self) -> None:
         """Scale until cancelled. Raises `ConfigError` if the API server does not allow a request, and for a router with
@@ -41,7 +41,7 @@ class ReplicaController:
         while True:
             if await self._is_acquired():
                 await self._lead()
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(self._poll_interval_s)
 
     async def _is_acquired(self) -> bool:
         try:
@@ -60,7 +60,7 @@ class ReplicaController:
                 plan = await recommender.look()
                 if plan is not None and not plan.recommends:
                     await self._scale(plan.desired, replicas)
-                await asyncio.sleep(self._look_s)
+                await asyncio.sleep(self._poll_interval_s)
         finally:
             renewing.cancel()
             await asyncio.wait([renewing])

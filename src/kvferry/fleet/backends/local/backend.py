@@ -41,7 +41,7 @@ class LocalBackend(FleetBackend):
     """Runs members on this machine. Its folder should be in memory. Owns the fork server, the listening sockets, and
     each member's process while it runs."""
 
-    look_s = 0.02
+    poll_interval_s = 0.02
     written_s = 10.0
     """Maximum seconds after a controller's death until a process that it has just started has written its process
     id."""
@@ -78,7 +78,7 @@ class LocalBackend(FleetBackend):
         self._group_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in sorted(self._members_folder.iterdir()):
             await self._find(MemberFolder(path))
-        adopts = any(member.about.role == "router" for member in self._members.values())
+        adopts = any(member.record.role == "router" for member in self._members.values())
         ports = self._bound_ports() if adopts else {}
         for host, port in self.recipe.addresses:
             bound = ports.get((host, port))
@@ -103,7 +103,7 @@ class LocalBackend(FleetBackend):
             spec = self._router(member) if is_router else recipe.instance(member.name, member.role, number, cores)
         except OSError as error:
             raise NotStarted(f"cannot start a process: {error.strerror or error}") from error
-        about = MemberRecord(
+        record = MemberRecord(
             name=member.name,
             role=member.role,
             revision=member.revision,
@@ -116,8 +116,8 @@ class LocalBackend(FleetBackend):
         )
         folder = MemberFolder(self._members_folder / member.name)
         try:
-            folder.make(about)
-            local_member = LocalMember(folder, about, spec.foreign, self._watcher, self.changed.set)
+            folder.make(record)
+            local_member = LocalMember(folder, record, spec.foreign, self._watcher, self.changed.set)
             self._members[member.name] = local_member
             child = await self._launch(spec, cores, folder)
         except OSError as error:
@@ -224,7 +224,7 @@ class LocalBackend(FleetBackend):
         draft.replace(self._folder / "ports")
 
     def _free_number(self) -> int:
-        used = {member.about.number for member in self._members.values() if member.about.role != "router"}
+        used = {member.record.number for member in self._members.values() if member.record.role != "router"}
         return next(number for number in range(len(used) + 1) if number not in used)
 
     def _router(self, member: MemberSpec) -> ProcessSpec:
@@ -247,7 +247,7 @@ class LocalBackend(FleetBackend):
 
     def _watch(self, member: LocalMember, child: ChildProcess) -> None:
         member.set_process(child)  # so that the member can be stopped before its task begins
-        self._watching[member.about.name] = asyncio.create_task(member.watch(child))
+        self._watching[member.record.name] = asyncio.create_task(member.watch(child))
         self.changed.set()
 
     def _forget(self, name: str) -> None:
@@ -262,24 +262,24 @@ class LocalBackend(FleetBackend):
 
     async def _find(self, folder: MemberFolder) -> None:
         """Adopt a member of an earlier controller. If it has ended since then, it counts as ended."""
-        about = folder.about()
-        if about is None or about.name != folder.path.name:
+        record = folder.record()
+        if record is None or record.name != folder.path.name:
             await _end_unknown(folder, self.written_s)
             return
         try:
-            member = LocalMember(folder, about, None, self._watcher, self.changed.set)
+            member = LocalMember(folder, record, None, self._watcher, self.changed.set)
         except OSError:
             await _end_unknown(folder, self.written_s)
             return
         member.adopt()
-        self._members[about.name] = member
+        self._members[record.name] = member
         deadline = SYSTEM_CLOCK.monotonic() + self.written_s
         while not folder.process.exists() and SYSTEM_CLOCK.monotonic() < deadline:  # noqa: ASYNC110 - another process writes it
-            await asyncio.sleep(self.look_s)
+            await asyncio.sleep(self.poll_interval_s)
         child: ChildProcess | None = None
         with suppress(OSError):
             if (pid := folder.pid()) is not None:
-                child = ChildProcess(pid, is_ours=False)
+                child = ChildProcess(pid, is_child=False)
                 if folder.pid() != pid:  # it has just ended, and another process has its number
                     child.detach()
                     child = None
@@ -293,23 +293,23 @@ class LocalBackend(FleetBackend):
         """Register the process at routers, unless it registers itself."""
         if spec.registrar is None:
             return
-        url = member.about.url
+        url = member.record.url
 
         async def answers() -> bool:
             return await serves(url)
 
         registrar = Registrar(spec.registrar, spec.registrar.host, urlsplit(url).port or 0, answers)
-        self._registrars[member.about.name] = registrar, asyncio.create_task(registrar.run())
+        self._registrars[member.record.name] = registrar, asyncio.create_task(registrar.run())
 
 
-async def _end_unknown(folder: MemberFolder, within_s: float) -> None:
+async def _end_unknown(folder: MemberFolder, timeout_s: float) -> None:
     """End and remove a member whose folder cannot be read, since no controller could manage it."""
     if (pid := folder.pid()) is not None:
         with suppress(OSError):
-            child = ChildProcess(pid, is_ours=False)
+            child = ChildProcess(pid, is_child=False)
             if folder.pid() == pid:
                 child.kill()
-                await child.wait(within_s)
+                await child.wait(timeout_s)
             child.detach()
     if folder.path.is_dir() and not folder.path.is_symlink():
         folder.remove()
@@ -317,9 +317,9 @@ async def _end_unknown(folder: MemberFolder, within_s: float) -> None:
         folder.path.unlink(missing_ok=True)
 
 
-async def _leave(registrar: Registrar, within_s: float, gone: asyncio.Event) -> None:
+async def _leave(registrar: Registrar, timeout_s: float, gone: asyncio.Event) -> None:
     """Deregister the member from the routers. Stops waiting when its process is gone."""
-    leaving, ended = asyncio.create_task(registrar.leave(within_s)), asyncio.create_task(gone.wait())
+    leaving, ended = asyncio.create_task(registrar.leave(timeout_s)), asyncio.create_task(gone.wait())
     try:
         await asyncio.wait([leaving, ended], return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -19,12 +19,12 @@ class ChildProcess:
     """Owns a descriptor of the process, with which it waits for the process and sends signals, because the process's
     number may belong to another process later. Used on one event loop."""
 
-    again_s = 0.01
+    poll_interval_s = 0.01
 
-    def __init__(self, pid: int, *, is_ours: bool = True) -> None:
-        """`is_ours`: it is a child of this process, or is about to become one. Raises `OSError` if there is no such
+    def __init__(self, pid: int, *, is_child: bool = True) -> None:
+        """`is_child`: it is a child of this process, or is about to become one. Raises `OSError` if there is no such
         process, or no free descriptor."""
-        self.pid, self._is_ours = pid, is_ours
+        self.pid, self._is_child = pid, is_child
         self.returncode: int | None = None
         """Exit code; minus the number of the signal that ended it; None while it runs, or if it cannot be read."""
         self._ended = asyncio.Event()
@@ -77,11 +77,11 @@ class ChildProcess:
     def _reap(self) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._descriptor)
-        if self._is_ours:
+        if self._is_child:
             try:
                 self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             except ChildProcessError:  # it ended before it became a child of this process
-                loop.call_later(self.again_s, loop.add_reader, self._descriptor, self._reap)
+                loop.call_later(self.poll_interval_s, loop.add_reader, self._descriptor, self._reap)
                 return
         os.close(self._descriptor)
         self._ended.set()

@@ -62,22 +62,22 @@ class MemberFolder:
         """The file in which its process writes its process id and start time."""
         return self.path / "process"
 
-    def make(self, about: MemberRecord) -> None:
+    def make(self, record: MemberRecord) -> None:
         """Create the folder. Raises `OSError`."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(mode=0o700, parents=True)
         self.messages.touch()
         self.log.touch()
-        self.write(about)
+        self.write(record)
 
-    def write(self, about: MemberRecord) -> None:
+    def write(self, record: MemberRecord) -> None:
         """Replace its record. Raises `OSError`."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been removed: see `keep`
         draft = self.path / "about.new"
-        draft.write_bytes(msgspec.json.encode(about))
+        draft.write_bytes(msgspec.json.encode(record))
         draft.replace(self.path / "about")
 
-    def about(self) -> MemberRecord | None:
+    def record(self) -> MemberRecord | None:
         """The record that the controller wrote."""
         try:
             return msgspec.json.decode((self.path / "about").read_bytes(), type=MemberRecord)
@@ -96,11 +96,11 @@ class MemberFolder:
             return None
         return pid if output in (log, f"{log}{_DELETED}") else None
 
-    def keep(self, about: MemberRecord, pid: int) -> None:
+    def keep(self, record: MemberRecord, pid: int) -> None:
         """Write all files again if they were removed: some systems remove a user's files in memory when the user logs
         out. Raises `OSError`."""
         if not (self.path / "about").exists():
-            self.write(about)
+            self.write(record)
         for path in (self.messages, self.log):
             path.touch()
         if not self.process.exists():

@@ -48,7 +48,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 class ForkTimes:
     """Maximum seconds to wait for the forking process."""
 
-    end_s: float = 5.0
+    end_timeout_s: float = 5.0
     fork_s: float = 10.0
     import_s: float = 120.0
     """For its imports. After this time, instances are started without it."""
@@ -143,8 +143,8 @@ class ForkServer:
 class _Server:
     """One forking process, from its start to its end."""
 
-    def __init__(self, process: ChildProcess, ours: socket.socket, times: ForkTimes) -> None:
-        self._process, self._socket, self._times = process, ours, times
+    def __init__(self, process: ChildProcess, own_end: socket.socket, times: ForkTimes) -> None:
+        self._process, self._socket, self._times = process, own_end, times
         self._answers: deque[asyncio.Future[ChildProcess]] = deque()
         self._ready = asyncio.Event()
         self._sending = asyncio.Lock()
@@ -155,14 +155,14 @@ class _Server:
     def start(cls, environment: Mapping[str, str], program: Sequence[str], times: ForkTimes) -> _Server:
         """Start the process, or take the one that was started early. It can be used once `has_imported` returns
         True."""
-        pid, ours = take_early_fork_process() or start_fork_process(environment, program)
+        pid, own_end = take_early_fork_process() or start_fork_process(environment, program)
         try:
             process = ChildProcess(pid)
         except BaseException:  # no descriptor is left
             os.kill(pid, signal.SIGKILL)
-            ours.close()
+            own_end.close()
             raise
-        return cls(process, ours, times)
+        return cls(process, own_end, times)
 
     @property
     def pid(self) -> int:
@@ -222,7 +222,7 @@ class _Server:
                 self._socket.shutdown(socket.SHUT_WR)
         else:  # it receives nothing while it imports
             self._process.kill()
-        if not await self._process.wait(self._times.end_s):
+        if not await self._process.wait(self._times.end_timeout_s):
             self._process.kill()
             await self._process.wait()
         await asyncio.wait([self._listener])

@@ -27,9 +27,9 @@ _PR_SET_PDEATHSIG = 1
 
 def launch_command(command: Sequence[str], cores: Sequence[int], leash: str, process: str = "-") -> tuple[str, ...]:
     """The command line that runs this script. `process`: the file in which it writes its process id."""
-    named = ",".join(map(str, cores)) or "-"
+    cores_text = ",".join(map(str, cores)) or "-"
     # Isolated and without site: this script needs the standard library only, and must start fast.
-    return (sys.executable, "-I", "-S", __file__, str(os.getpid()), named, leash, process, "--", *command)
+    return (sys.executable, "-I", "-S", __file__, str(os.getpid()), cores_text, leash, process, "--", *command)
 
 
 def main(arguments: list[str]) -> None:

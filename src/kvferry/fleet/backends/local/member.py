@@ -30,23 +30,23 @@ class LocalMember:
     """Owns the process, once it is known, and the reading ends of the member's files. `changed`: called when its state
     changes. `watch` runs until the member has ended."""
 
-    killed_s = 5.0
+    kill_timeout_s = 5.0
     """Maximum seconds to wait for the end of a killed process."""
     drain_s = 1.0
     """Seconds in which the rest of its process group must finish after its end."""
-    keep_every_s = 2.0
+    keep_interval_s = 2.0
     """Seconds between checks that its folder still exists."""
-    ask_every_s = 0.25
+    ask_interval_s = 0.25
 
     def __init__(
         self,
         folder: MemberFolder,
-        about: MemberRecord,
+        record: MemberRecord,
         foreign: ExternalServer | None,
         watcher: Watcher,
         changed: Callable[[], None],
     ) -> None:
-        self.folder, self.about, self._foreign, self._watcher = folder, about, foreign, watcher
+        self.folder, self.record, self._foreign, self._watcher = folder, record, foreign, watcher
         self.child: ChildProcess | None = None
         self.ended: Ended | None = None
         self.is_stopping = False
@@ -63,18 +63,18 @@ class LocalMember:
     @property
     def view(self) -> Member:
         """The member as the controller sees it."""
-        about, ended = self.about, self.ended
+        record, ended = self.record, self.ended
         state = MemberState.SERVING if self._is_serving else MemberState.STARTING
-        url = about.url if self._is_serving else ""
+        url = record.url if self._is_serving else ""
         return Member(
-            name=about.name,
-            role=about.role,
-            revision=about.revision,
-            unit=about.unit,
+            name=record.name,
+            role=record.role,
+            revision=record.revision,
+            unit=record.unit,
             state=state if ended is None else MemberState.ENDED,
             url=url,
-            health_url=about.health_url or (url if about.role != "router" else ""),
-            bootstrap_port=about.bootstrap_port,
+            health_url=record.health_url or (url if record.role != "router" else ""),
+            bootstrap_port=record.bootstrap_port,
             reason="" if ended is None else ended.reason,
             is_misconfigured=ended is not None and ended.is_misconfigured,
             last_lines=tuple(self._log_tail.lines) if ended is not None else (),
@@ -83,15 +83,15 @@ class LocalMember:
     def adopt(self) -> None:
         """Adopt a member that an earlier controller started; its earlier log lines are not shown again."""
         self._log.skip()
-        self._is_serving = bool(self.about.url) and not self.about.is_foreign
+        self._is_serving = bool(self.record.url) and not self.record.is_foreign
 
     def assign(self, **changes: object) -> None:
         """Change its record."""
-        self.about = msgspec.structs.replace(self.about, **changes)
+        self.record = msgspec.structs.replace(self.record, **changes)
         try:
-            self.folder.write(self.about)
+            self.folder.write(self.record)
         except OSError as error:
-            logger.warning("the next controller will not know that %s is %s: %s", self.about.name, changes, error)
+            logger.warning("the next controller will not know that %s is %s: %s", self.record.name, changes, error)
 
     def set_process(self, child: ChildProcess | None) -> None:
         """Set its process; None: it gets none, or has none any more."""
@@ -113,10 +113,10 @@ class LocalMember:
             self.ended = Ended(f"its start messages cannot be read: {error}")
         except Exception:
             # Any error in one member's output or display ends only the watch of this member.
-            logger.exception("what %s writes cannot be read; it is ended", self.about.name)
+            logger.exception("what %s writes cannot be read; it is ended", self.record.name)
             self.ended = self.ended or Ended("what it wrote could not be read")
         child.kill()
-        await child.wait(self.killed_s)
+        await child.wait(self.kill_timeout_s)
         child.reap_group()
         self._close()
         self.gone.set()
@@ -124,17 +124,17 @@ class LocalMember:
 
     async def _follow(self, child: ChildProcess) -> None:
         loop = asyncio.get_running_loop()
-        asks_at, keeps_at = 0.0, loop.time() + self.keep_every_s
+        asks_at, keeps_at = 0.0, loop.time() + self.keep_interval_s
         while not await child.wait(_LOOK_SERVING_S if self._is_serving else _LOOK_STARTING_S):
             self._read()
             if loop.time() >= keeps_at:
                 with suppress(OSError):  # no free descriptor, or it has just ended
-                    self.folder.keep(self.about, child.pid)
-                keeps_at = loop.time() + self.keep_every_s
-            if self.about.is_foreign and not self._is_serving and loop.time() >= asks_at:
-                if await serves(self.about.url):
-                    self._mark_serving(InstanceReady(self.about.url))
-                asks_at = loop.time() + self.ask_every_s
+                    self.folder.keep(self.record, child.pid)
+                keeps_at = loop.time() + self.keep_interval_s
+            if self.record.is_foreign and not self._is_serving and loop.time() >= asks_at:
+                if await serves(self.record.url):
+                    self._mark_serving(InstanceReady(self.record.url))
+                asks_at = loop.time() + self.ask_interval_s
         await self._drain_group(child)
         self._read(to_the_end=True)
         self.ended = self._exit_cause(child)
@@ -154,11 +154,11 @@ class LocalMember:
                 self.child.terminate()
             if not grace_s or not await self._is_gone(grace_s):
                 self.child.kill()
-                await self._is_gone(self.killed_s)
+                await self._is_gone(self.kill_timeout_s)
 
-    async def _is_gone(self, within_s: float) -> bool:
+    async def _is_gone(self, timeout_s: float) -> bool:
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(timeout_s):
                 await self.gone.wait()
         except TimeoutError:
             return False
@@ -177,34 +177,34 @@ class LocalMember:
             for message in self._frames.feed(chunk):
                 match message:
                     case StartProgress(progress, what):
-                        self._watcher.progress(self.about.name, what, progress)
+                        self._watcher.progress(self.record.name, what, progress)
                     case InstanceReady() if not self._is_serving:
                         self._mark_serving(message)
 
     def _on_line(self, text: str) -> None:
         self._log_tail.add(text, has_served=self._is_serving)
-        self._watcher.line(self.about.name, text)
+        self._watcher.line(self.record.name, text)
         if not self._is_serving:
             progress = None if self._foreign is None else self._foreign.progress_of(text)
             if progress is not None:
-                self._watcher.progress(self.about.name, progress.what, progress.progress)
+                self._watcher.progress(self.record.name, progress.what, progress.progress)
 
     def _mark_serving(self, ready: InstanceReady) -> None:
         self._is_serving = True
         self.assign(url=ready.url, health_url=ready.health_url)
-        self._watcher.ready(self.about.name, ready.url)
+        self._watcher.ready(self.record.name, ready.url)
         self._changed()
 
     def _exit_cause(self, child: ChildProcess) -> Ended:
         """The reason of its end."""
         code = child.returncode
         if code is None:
-            how = "ended"
+            cause = "ended"
         elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            cause = f"was killed by {signal.Signals(-code).name}"
         else:
-            how = f"ended with exit code {code}"
-        return self._log_tail.explain(code, how, has_served=self._is_serving)
+            cause = f"ended with exit code {code}"
+        return self._log_tail.explain(code, cause, has_served=self._is_serving)
 
 
 def _group_lives(leader: int) -> bool:

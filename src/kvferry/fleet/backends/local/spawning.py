@@ -49,18 +49,20 @@ def start_fork_process(
     environment: Mapping[str, str], program: Sequence[str] = FORK_PROGRAM
 ) -> tuple[int, socket.socket]:
     """Process id of a forking process, which ends with this one, and this end of its socket. Raises `OSError`."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    command = (*program, str(theirs.fileno()))
+    own_end, program_end = socket.socketpair()
+    own_end.setblocking(False)
+    command = (*program, str(program_end.fileno()))
     try:
-        with theirs:
+        with program_end:
             pid = spawn_process(  # without output: an import that fails here fails in an instance too
-                launch_command(command, (), "self"), {**environment, **MEMBERS_THREADS}, inherits=(theirs.fileno(),)
+                launch_command(command, (), "self"),
+                {**environment, **MEMBERS_THREADS},
+                inherits=(program_end.fileno(),),
             )
     except BaseException:
-        ours.close()
+        own_end.close()
         raise
-    return pid, ours
+    return pid, own_end
 
 
 def start_fork_process_early(arguments: Sequence[str], cuda_device: str = CUDA_DEVICE) -> None:
@@ -84,8 +86,8 @@ def take_early_fork_process() -> tuple[int, socket.socket] | None:
 
 def discard_early_fork_process() -> None:
     """End it, because it will not be needed."""
-    for pid, ours in _early:
-        ours.close()
+    for pid, own_end in _early:
+        own_end.close()
         os.kill(pid, 9)
         os.waitpid(pid, 0)
     _early.clear()

@@ -43,14 +43,14 @@ from kvferry.fleet.backends.local.folder import MemberFolder, MemberRecord
 from kvferry.fleet.backends.local.member import LocalMember
 from kvferry.fleet.backends.local.starting import start_process
 from kvferry.fleet.backends.ray.address import SharedAddress, owners
-from kvferry.fleet.backends.ray.connection import answer, in_thread
+from kvferry.fleet.backends.ray.connection import in_thread, result_of
 from kvferry.fleet.backends.ray.messages import (
     ActorIdentity,
     LogLine,
     MemberEvent,
     MemberProgress,
     MemberUpdate,
-    Order,
+    StartRequest,
 )
 from kvferry.fleet.backends.ray.placing import strategy_of
 from kvferry.fleet.backends.ray.priority import reset_priority
@@ -78,18 +78,18 @@ class MemberActor:
     """Maximum seconds in which the ranks of a member end with it."""
     rank_lost_s = 10.0
     """Seconds in which a member may end by itself, with its own reason, after one of its ranks has ended."""
-    news_s = 30.0
-    """Maximum seconds for which `news` waits for a change."""
-    ordered_s = 240.0
-    """Seconds after its start within which an actor must get its order: a controller that died in between never sends
-    it. Decoding the order imports the recipe, which takes a minute on a machine without idle cores."""
+    update_wait_s = 30.0
+    """Maximum seconds for which `next_update` waits for a change."""
+    request_wait_s = 240.0
+    """Seconds after its start within which an actor must get its request: a controller that died in between never sends
+    it. Decoding the request imports the recipe, which takes a minute on a machine without idle cores."""
 
     def __init__(self) -> None:
         reset_priority()
-        self._unordered = threading.Timer(self.ordered_s, os._exit, (1,))
-        self._unordered.daemon = True
-        self._unordered.start()
-        self._order: Order | None = None
+        self._idle_timer = threading.Timer(self.request_wait_s, os._exit, (1,))
+        self._idle_timer.daemon = True
+        self._idle_timer.start()
+        self._request: StartRequest | None = None
         self._verifier: Verifier | None = None
         self._failure: Member | None = None
         self._member: LocalMember | None = None
@@ -105,17 +105,17 @@ class MemberActor:
         self._num_changes = 0
         self._changed = asyncio.Event()
 
-    async def begin(self, order: Order) -> None:
+    async def begin(self, request: StartRequest) -> None:
         """Start the member. If this fails, the member counts as ended."""
-        self._unordered.cancel()
-        self._order = order
-        self._verifier = Verifier(order.token, order.member.name)
+        self._idle_timer.cancel()
+        self._request = request
+        self._verifier = Verifier(request.token, request.member.name)
         try:
-            spec, about, folder = await self._prepare(order)
-            self._member = LocalMember(folder, about, spec.foreign, self, self._wake)
+            spec, record, folder = await self._prepare(request)
+            self._member = LocalMember(folder, record, spec.foreign, self, self._wake)
             child = start_process(spec, (), folder, leash="self" if spec.foreign is None else "group")
         except (KvferryError, OSError) as error:
-            member = order.member
+            member = request.member
             if self._member is not None:
                 self._member.set_process(None)
             self._failure = Member(
@@ -132,24 +132,24 @@ class MemberActor:
             self._watching = asyncio.create_task(self._run(self._member, child))
             if self._held is not None:
                 self._ranks = _RankActors(lambda text: self.line("", text), self._on_rank_lost)
-                self._ranks.start(order, _address_of(self._held))
+                self._ranks.start(request, _address_of(self._held))
         self._wake()
 
     async def who(self, nonce: str) -> ActorIdentity | None:
-        """The identity of this actor; None: it has no order."""
-        if self._order is None or self._verifier is None:
+        """The identity of this actor; None: it has no request."""
+        if self._request is None or self._verifier is None:
             return None
         answer = msgspec.json.encode(self._verifier.answer(nonce))
         return ActorIdentity(
-            answer, self._order.number, self._order.bundle, MemberUpdate(self._view(), (), self._num_changes)
+            answer, self._request.number, self._request.bundle, MemberUpdate(self._view(), (), self._num_changes)
         )
 
-    async def news(self, number: int) -> MemberUpdate:
-        """The update since the one with this number; waits for a change, up to `news_s`."""
+    async def next_update(self, number: int) -> MemberUpdate:
+        """The update since the one with this number; waits for a change, up to `update_wait_s`."""
         if number == self._num_changes:
             self._changed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self.news_s):
+                async with asyncio.timeout(self.update_wait_s):
                     await self._changed.wait()
         events = tuple(event for at, event in self._events if at > number)
         return MemberUpdate(self._view(), events, self._num_changes)
@@ -176,9 +176,9 @@ class MemberActor:
         """Record a line of its log for the next update."""
         self._record_event(LogLine(text))
 
-    def progress(self, name: str, what: str, fraction: float) -> None:
+    def progress(self, name: str, phase: str, fraction: float) -> None:
         """Record the progress of its start for the next update."""
-        self._record_event(MemberProgress(what, fraction))
+        self._record_event(MemberProgress(phase, fraction))
 
     def ready(self, name: str, url: str) -> None:
         """Part of the view."""
@@ -210,42 +210,42 @@ class MemberActor:
             self._lost_rank_reason, self._has_wrong_rank = reason, is_misconfigured
             await self._member.stop(0.0)
 
-    async def _prepare(self, order: Order) -> tuple[ProcessSpec, MemberRecord, MemberFolder]:
+    async def _prepare(self, request: StartRequest) -> tuple[ProcessSpec, MemberRecord, MemberFolder]:
         """The member's process, record and folder on this node. Raises `KvferryError` or `OSError`."""
-        member, root = order.member, _own_folder()
-        if order.rank:
-            member = replace(member, name=f"{member.name}.rank-{order.rank}")
-        recipe = order.make_recipe(order.fleet).on_node(node_address())
-        if order.rank:
-            spec = _rank_process(member.name, order)
+        member, root = request.member, _own_folder()
+        if request.rank:
+            member = replace(member, name=f"{member.name}.rank-{request.rank}")
+        recipe = request.make_recipe(request.fleet).on_node(node_address())
+        if request.rank:
+            spec = _rank_process(member.name, request)
         elif member.role == "router":
             context = get_runtime_context()
-            group = _routers_folder(order.namespace, context.gcs_address, context.get_node_id())
+            group = _routers_folder(request.namespace, context.gcs_address, context.get_node_id())
             self._address = SharedAddress(group, _own_name())
             listeners = await self._address.open(recipe.addresses)
             spec = recipe.router_member(member.name, RouterGroup(group, listeners))
         else:
-            spec = recipe.instance(member.name, member.role, order.number, ())
+            spec = recipe.instance(member.name, member.role, request.number, ())
             if spec.registrar is not None:
                 raise ConfigError("--register: on Ray, servers of vLLM are not registered at other routers")
-            if order.bundle is not None and len(order.bundle.indices) > 1:
+            if request.bundle is not None and len(request.bundle.indices) > 1:
                 self._held = _hold_port(node_address())
                 spec = _with_ranks_at(spec, _address_of(self._held))
-            spec = replace(spec, environment={**spec.environment, **_threads(order)})
-        about = MemberRecord(
+            spec = replace(spec, environment={**spec.environment, **_threads(request)})
+        record = MemberRecord(
             name=member.name,
             role=member.role,
             revision=member.revision,
             unit=member.unit,
-            number=order.number,
+            number=request.number,
             cores=(),
             is_foreign=spec.foreign is not None,
             url="" if spec.foreign is None else spec.foreign.url,
             bootstrap_port=spec.bootstrap_port,
         )
         folder = MemberFolder(root / "member")
-        folder.make(about)
-        return spec, about, folder
+        folder.make(record)
+        return spec, record, folder
 
     def _view(self) -> Member:
         if self._failure is not None or self._member is None:
@@ -263,15 +263,15 @@ def _address_of(held: socket.socket) -> str:
     return authority(*held.getsockname()[:2])
 
 
-def _threads(order: Order) -> dict[str, str]:
-    return thread_variables(int(order.needs.cpus))
+def _threads(request: StartRequest) -> dict[str, str]:
+    return thread_variables(int(request.needs.cpus))
 
 
-def _rank_process(name: str, order: Order) -> ProcessSpec:
+def _rank_process(name: str, request: StartRequest) -> ProcessSpec:
     """The process of a further rank. Its log has the format of the fleet."""
-    own = {AUTH_TOKEN: order.token, INSTANCE_NAME: name}
-    settings = JoiningRankProcess(address=order.joins, log=log_config(order.fleet))
-    return ProcessSpec(name, (*MEMBER, *settings.title), {**_threads(order), **own}, settings=settings)
+    variables = {AUTH_TOKEN: request.token, INSTANCE_NAME: name}
+    settings = JoiningRankProcess(address=request.rank0_address, log=log_config(request.fleet))
+    return ProcessSpec(name, (*MEMBER, *settings.title), {**_threads(request), **variables}, settings=settings)
 
 
 def _with_ranks_at(spec: ProcessSpec, address: str) -> ProcessSpec:
@@ -311,9 +311,9 @@ def _own_folder() -> Path:
     for other in root.iterdir():
         if not _is_used(other):
             shutil.rmtree(other, ignore_errors=True)
-    own = root / _own_name()
-    own.mkdir(mode=0o700)
-    return own
+    folder = root / _own_name()
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 def _routers_folder(*fleet: str) -> Path:
@@ -359,33 +359,35 @@ class _RankActors:
     """The further ranks of an instance. Owns the handles of their actors, and a task for each that receives its
     updates."""
 
-    ended_s = 5.0
+    end_timeout_s = 5.0
     """Maximum seconds in which an actor ends its process, and in which Ray ends the actor."""
-    again_s = 0.5
+    retry_interval_s = 0.5
     """Seconds until updates of an actor that is unavailable are requested again."""
 
-    def __init__(self, say: Callable[[str], None], lost: Callable[[str, bool], Awaitable[None]]) -> None:
-        """`say`: called with each line of a rank's log. `lost`: called once a rank has ended, with the reason, and True
-        if its settings are wrong."""
-        self._say, self._lost = say, lost
+    def __init__(self, on_log_line: Callable[[str], None], on_lost: Callable[[str, bool], Awaitable[None]]) -> None:
+        """`on_log_line`: called with each line of a rank's log. `on_lost`: called once a rank has ended, with the
+        reason, and True if its settings are wrong."""
+        self._on_log_line, self._on_lost = on_log_line, on_lost
         self._actors: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, order: Order, address: str) -> None:
+    def start(self, request: StartRequest, address: str) -> None:
         """Create an actor for each further rank of the member, in its bundle; each joins rank 0 at this address."""
-        assert order.bundle is not None
-        for rank in range(1, len(order.bundle.indices)):
+        assert request.bundle is not None
+        for rank in range(1, len(request.bundle.indices)):
             actor = (
                 ray.remote(MemberActor)
                 .options(
-                    **order.needs.options,
+                    **request.needs.options,
                     max_restarts=0,
-                    scheduling_strategy=strategy_of(order.member.role, order.bundle, rank),
+                    scheduling_strategy=strategy_of(request.member.role, request.bundle, rank),
                 )
                 .remote()
             )
             self._actors.append(actor)
-            self._tasks.append(asyncio.create_task(self._supervise(actor, replace(order, rank=rank, joins=address))))
+            self._tasks.append(
+                asyncio.create_task(self._supervise(actor, replace(request, rank=rank, rank0_address=address)))
+            )
 
     async def end(self) -> None:
         """End the processes and the actors."""
@@ -396,30 +398,30 @@ class _RankActors:
 
     async def _end(self, actor: Any) -> None:
         with suppress(RayError, TimeoutError):
-            await answer(actor.stop.remote(0.0), self.ended_s)
+            await result_of(actor.stop.remote(0.0), self.end_timeout_s)
         with suppress(RayError, TimeoutError):
-            await in_thread(lambda: ray.kill(actor), self.ended_s)
+            await in_thread(lambda: ray.kill(actor), self.end_timeout_s)
 
-    async def _supervise(self, actor: Any, order: Order) -> None:
+    async def _supervise(self, actor: Any, request: StartRequest) -> None:
         try:
-            await answer(actor.begin.remote(order), None)
-            reason, is_misconfigured = await self._follow(actor, order.rank)
+            await result_of(actor.begin.remote(request), None)
+            reason, is_misconfigured = await self._follow(actor, request.rank)
         except RayError:
             reason, is_misconfigured = "its actor was killed, or its node was lost", False
-        await self._lost(f"rank {order.rank}: {reason}", is_misconfigured)
+        await self._on_lost(f"rank {request.rank}: {reason}", is_misconfigured)
 
     async def _follow(self, actor: Any, rank: int) -> tuple[str, bool]:
         """Receive the rank's updates until it ends. Returns the reason, and True if its settings are wrong."""
         number = -1
         while True:
             try:
-                news: MemberUpdate = await answer(actor.news.remote(number), None)
+                update: MemberUpdate = await result_of(actor.next_update.remote(number), None)
             except ActorUnavailableError:  # rank 0 notices by itself when the rank is gone
-                await asyncio.sleep(self.again_s)
+                await asyncio.sleep(self.retry_interval_s)
                 continue
-            number = news.number
-            for event in news.events:
+            number = update.number
+            for event in update.events:
                 if isinstance(event, LogLine):
-                    self._say(f"rank {rank}: {event.text}")
-            if news.member.state is MemberState.ENDED:
-                return news.member.reason, news.member.is_misconfigured
+                    self._on_log_line(f"rank {rank}: {event.text}")
+            if update.member.state is MemberState.ENDED:
+                return update.member.reason, update.member.is_misconfigured

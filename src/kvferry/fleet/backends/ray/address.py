@@ -27,7 +27,7 @@ class SharedAddress:
     """Owns this process's descriptors of the sockets, and a socket in `folder` at which other actors get them."""
 
     max_sockets = 8
-    look_s = 0.02
+    poll_interval_s = 0.02
     locked_s = 10.0
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -44,7 +44,7 @@ class SharedAddress:
             while not _locked(lock.fileno()):
                 if SYSTEM_CLOCK.monotonic() > deadline:
                     raise ConfigError(f"another router still holds the lock of {self._folder}")
-                await asyncio.sleep(self.look_s)
+                await asyncio.sleep(self.poll_interval_s)
             self._listeners = self._receive_sockets(len(addresses))
             if not self._listeners:
                 for host, port in addresses:

@@ -26,9 +26,9 @@ from kvferry.core.keys import Signer
 from kvferry.core.runtime.tasks import BackgroundTasks
 from kvferry.core.settings.flags import flag_name, flag_of
 from kvferry.fleet.backends.ray.actor import MemberActor
-from kvferry.fleet.backends.ray.connection import RayConnection, answer, in_thread, reply_future
+from kvferry.fleet.backends.ray.connection import RayConnection, in_thread, reply_future, result_of
 from kvferry.fleet.backends.ray.leadership import RayLeadership, controller_name
-from kvferry.fleet.backends.ray.messages import ActorIdentity, LogLine, MemberProgress, MemberUpdate, Order
+from kvferry.fleet.backends.ray.messages import ActorIdentity, LogLine, MemberProgress, MemberUpdate, StartRequest
 from kvferry.fleet.backends.ray.placing import (
     Bundle,
     free_indices,
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _ASK_S = 10.0
 """Deadline of a reply from Ray's control service, or from an actor that should answer at once."""
-_AGAIN_S, _AT_ONCE = 0.5, 32
+_RETRY_INTERVAL_S, _AT_ONCE = 0.5, 32
 _SERVICE = "Ray's control service (GCS)"
 _NO_SERVICE = f"{_SERVICE} has not answered for {_ASK_S:g} s; members go on, none is started"
 _SEVERAL_NODES = ("--nnodes", "--node-rank", "--master-addr", "--headless")
@@ -61,11 +61,11 @@ class RayMember:
     def __init__(self, actor: Any, view: Member, number: int, bundle: Bundle | None) -> None:
         self.actor, self.view, self.number, self.bundle = actor, view, number, bundle
         self.has_begun = False
-        """True if its actor is placed, and has its order."""
+        """True if its actor is placed, and has its request."""
         self.is_lost = False
         """True if its actor is gone."""
         self.begun, self.forgotten = asyncio.Event(), asyncio.Event()
-        self.last_news = -1
+        self.last_update = -1
         self.assigned: MemberRole | None = None
         """The role that this controller has given it."""
 
@@ -73,7 +73,7 @@ class RayMember:
 class RayBackend(FleetBackend):
     """Owns the handles of the actors of further ranks, and a task for each actor that receives its updates."""
 
-    look_s = 5.0
+    poll_interval_s = 5.0
     """Seconds between two checks that Ray's control service answers."""
     silent_s = 50.0
     """Further seconds in which a silent actor of an earlier controller must answer, before it is ended."""
@@ -82,7 +82,7 @@ class RayBackend(FleetBackend):
     longer to report a lost node."""
     hurried_s = 3.0
     """The same if there is no grace period."""
-    killed_s = 10.0
+    kill_timeout_s = 10.0
     """Seconds after the grace period in which an actor must report that its member is gone."""
 
     def __init__(self, context: BackendContext) -> None:
@@ -190,7 +190,7 @@ class RayBackend(FleetBackend):
         num_ranks = len(ray_member.bundle.indices) if ray_member.bundle else 1
         where = f"a node{needs}" if num_ranks == 1 else f"room{needs} for each of {num_ranks} ranks"
         context.watcher.progress(member.name, f"waiting for {where}", 0.0)
-        order = Order(
+        request = StartRequest(
             member,
             fleet,
             self._namespace,
@@ -200,7 +200,7 @@ class RayBackend(FleetBackend):
             context.token,
             ray_member.bundle,
         )
-        self._tasks.start(self._supervise(ray_member, order, where))
+        self._tasks.start(self._supervise(ray_member, request, where))
         self.changed.set()
 
     async def stop(self, name: str, grace_s: float) -> None:
@@ -211,9 +211,9 @@ class RayBackend(FleetBackend):
         if member.has_begun and not member.is_lost:
             ended = reply_future(member.actor.stop.remote(grace_s))
             forgotten = asyncio.create_task(member.forgotten.wait())
-            within_s = grace_s + self.killed_s if grace_s else self.hurried_s
+            timeout_s = grace_s + self.kill_timeout_s if grace_s else self.hurried_s
             try:
-                await asyncio.wait([ended, forgotten], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([ended, forgotten], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 forgotten.cancel()
         if not member.forgotten.is_set():
@@ -232,7 +232,7 @@ class RayBackend(FleetBackend):
         self.changed.set()
         if not member.is_lost and member.actor is not None:
             with suppress(TimeoutError, RayError):
-                await answer(member.actor.assign.remote(role), _ASK_S)
+                await result_of(member.actor.assign.remote(role), _ASK_S)
 
     async def close(self) -> None:
         """End the remaining members, unless they outlive this process."""
@@ -287,24 +287,24 @@ class RayBackend(FleetBackend):
             self._members[member.name].bundle = bundle
             return bundle
 
-    async def _supervise(self, member: RayMember, order: Order | None, where: str) -> None:
+    async def _supervise(self, member: RayMember, request: StartRequest | None, where: str) -> None:
         """Have the actor start its member, and receive its updates, until it is no more."""
         try:
-            if order is not None:
-                await self._begin_member(member, order, where)
+            if request is not None:
+                await self._begin_member(member, request, where)
             failing_since: float | None = None
             while not member.forgotten.is_set():
                 try:
-                    self._on_update(member, await answer(member.actor.news.remote(member.last_news), None))
+                    self._on_update(member, await result_of(member.actor.next_update.remote(member.last_update), None))
                     failing_since = None
                 except ActorUnavailableError:
                     now, url = SYSTEM_CLOCK.monotonic(), member.view.health_url
                     failing_since = now if failing_since is None else failing_since
-                    if not url or await ask_health(url, _AGAIN_S):
+                    if not url or await ask_health(url, _RETRY_INTERVAL_S):
                         failing_since = None
                     elif now - failing_since > self.gone_s:
                         raise
-                    await asyncio.sleep(_AGAIN_S)
+                    await asyncio.sleep(_RETRY_INTERVAL_S)
         except ActorUnavailableError:
             self._member_gone(
                 member, f"neither it nor its actor can be reached for {self.gone_s:g} s; its node may be lost"
@@ -316,30 +316,30 @@ class RayBackend(FleetBackend):
             logger.exception("what the actor of %s answers is not understood", member.view.name)
             self._member_gone(member, f"its actor answers {type(error).__name__}: {error}")
 
-    async def _begin_member(self, member: RayMember, order: Order, where: str) -> None:
-        begun = reply_future(member.actor.begin.remote(order))
-        limit_s = 0.9 * seconds(order.fleet.failure.start)  # so that this reason is given, and not the loop's own
-        await asyncio.wait([begun], timeout=limit_s)
+    async def _begin_member(self, member: RayMember, request: StartRequest, where: str) -> None:
+        begun = reply_future(member.actor.begin.remote(request))
+        timeout_s = 0.9 * seconds(request.fleet.failure.start)  # so that this reason is given, and not the loop's own
+        await asyncio.wait([begun], timeout=timeout_s)
         if not begun.done():
-            raise TimeoutError(f"Ray has not found {where} in {limit_s:.0f} s")
+            raise TimeoutError(f"Ray has not found {where} in {timeout_s:.0f} s")
         member.begun.set()
         begun.result()
         member.has_begun = True
 
-    def _on_update(self, member: RayMember, news: MemberUpdate) -> None:
+    def _on_update(self, member: RayMember, update: MemberUpdate) -> None:
         name, watcher, before = member.view.name, self.context.watcher, member.view
-        member.last_news = news.number
-        for event in news.events:
+        member.last_update = update.number
+        for event in update.events:
             match event:
                 case LogLine(text):
                     watcher.line(name, text)
                 case MemberProgress(what, fraction):
                     watcher.progress(name, what, fraction)
-        seen = replace(news.member, role=member.assigned or news.member.role)  # it may not know yet
+        seen = replace(update.member, role=member.assigned or update.member.role)  # it may not know yet
         if seen != before:
             member.view = seen
-            if news.member.state is MemberState.SERVING is not before.state:
-                watcher.ready(name, news.member.url)
+            if update.member.state is MemberState.SERVING is not before.state:
+                watcher.ready(name, update.member.url)
             self.changed.set()
 
     def _member_gone(self, member: RayMember, reason: str) -> None:
@@ -393,7 +393,7 @@ class RayBackend(FleetBackend):
         return [actor["name"] for actor in actors if actor["namespace"] == self._namespace]
 
     async def _find(self, name: str, at_once: asyncio.Semaphore) -> None:
-        """Adopt an actor. An actor without an order is ended; a silent one is adopted when it answers, or ended after
+        """Adopt an actor. An actor without a request is ended; a silent one is adopted when it answers, or ended after
         `silent_s`."""
         try:
             async with at_once:
@@ -430,12 +430,12 @@ class RayBackend(FleetBackend):
             Signer(self.context.token, nonce, who.answer)
         except AuthenticationFailed as error:
             raise ConfigError(f"the actor {name} of a fleet {self._fleet.name} is another's: {error}") from error
-        view = who.news.member
+        view = who.update.member
         if view.name in self._members:  # it did not answer, and another actor has its name now
             await self._kill(actor)
             return
         member = self._members[view.name] = RayMember(actor, view, who.number, who.bundle)
-        member.has_begun, member.last_news = True, who.news.number
+        member.has_begun, member.last_update = True, who.update.number
         member.begun.set()
         if who.bundle is not None:
             self._groups[_group_key(view)] = who.bundle.group, who.bundle.roles
@@ -446,8 +446,8 @@ class RayBackend(FleetBackend):
         """Remove placement groups without actors, which a controller that died may have left."""
         used = {group.id.hex() for group, _ in self._groups.values()}
         for identity, group in placement_group_table().items():
-            is_ours = group["name"].startswith(f"{self._namespace}/") and group["state"] != "REMOVED"
-            if is_ours and identity not in used:
+            is_own_group = group["name"].startswith(f"{self._namespace}/") and group["state"] != "REMOVED"
+            if is_own_group and identity not in used:
                 remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(identity))))
 
     # Ray itself.
@@ -456,7 +456,7 @@ class RayBackend(FleetBackend):
         """Report when Ray's control service is gone, and when it is back. Without it members continue, and none is
         started; actors that could not be ended are ended when it is back."""
         while True:
-            await asyncio.sleep(self.look_s)
+            await asyncio.sleep(self.poll_interval_s)
             try:
                 await in_thread(ray.nodes, _ASK_S)
             except (TimeoutError, RayError):

@@ -38,7 +38,7 @@ class RayConnection:
     """Maximum seconds for the start of a cluster on this machine. It takes a few seconds if cores are free."""
     connect_s = 30.0
 
-    _num_users, _is_ours = 0, False
+    _num_users, _has_connected = 0, False
     _ended: threading.Event | None = None
     """Ends the cluster of this process; None: it has none of its own."""
     hangs = False
@@ -51,30 +51,30 @@ class RayConnection:
         if not ray.is_initialized():
             is_named = bool(address or os.environ.get("RAY_ADDRESS"))
             await cls._connect(address, namespace, None if is_named else own_cpus)
-            cls._is_ours = True
+            cls._has_connected = True
         cls._num_users += 1
 
     @classmethod
     async def _connect(cls, address: str, namespace: str, own_cpus: int | None) -> None:
-        where, within_s = f"Ray at {address}" if address else "Ray", cls.connect_s
+        where, timeout_s = f"Ray at {address}" if address else "Ray", cls.connect_s
         logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             try:
-                await _init(address or "auto", namespace, within_s)
+                await _init(address or "auto", namespace, timeout_s)
             except ConnectionError:
                 if own_cpus is None:
                     raise
                 logger.info("there is no Ray cluster here; one is started on this machine, and ends with this command")
-                where, within_s, cls._ended = "the Ray cluster of this command", cls.start_s, threading.Event()
-                own = {"include_dashboard": False, "num_cpus": own_cpus}
-                await _init("local", namespace, within_s, cls._ended, own)
+                where, timeout_s, cls._ended = "the Ray cluster of this command", cls.start_s, threading.Event()
+                cluster_settings = {"include_dashboard": False, "num_cpus": own_cpus}
+                await _init("local", namespace, timeout_s, cls._ended, cluster_settings)
             _restore_handler(signal.SIGTERM)
         except TimeoutError as error:
-            raise ConfigError(f"{where} does not answer within {within_s:g} s; see `ray status`") from error
+            raise ConfigError(f"{where} does not answer within {timeout_s:g} s; see `ray status`") from error
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
-                f"{where} cannot be reached: {why} (this machine must be in the cluster: `ray start --head` on the"
+                f"{where} cannot be reached: {reason} (this machine must be in the cluster: `ray start --head` on the"
                 " first machine, and on each other one the command that it prints, `ray start --address=…`)"
             ) from error
 
@@ -82,8 +82,8 @@ class RayConnection:
     async def close(cls) -> None:
         """End one use of the connection. Called once for each `open`."""
         cls._num_users -= 1
-        if not cls._num_users and cls._is_ours:
-            cls._is_ours = False
+        if not cls._num_users and cls._has_connected:
+            cls._has_connected = False
             try:
                 await in_thread(ray.shutdown, cls.shutdown_s)
             except TimeoutError:
@@ -94,10 +94,10 @@ class RayConnection:
 
 
 async def _init(
-    address: str, namespace: str, within_s: float, until: threading.Event | None = None, more: Mapping[str, Any] = {}
+    address: str, namespace: str, timeout_s: float, until: threading.Event | None = None, more: Mapping[str, Any] = {}
 ) -> None:
     settings = {"address": address, "namespace": namespace, "configure_logging": False, "log_to_driver": False, **more}
-    await in_thread(lambda: ray.init(**settings), within_s, until=until)
+    await in_thread(lambda: ray.init(**settings), timeout_s, until=until)
 
 
 def _restore_handler(number: int) -> None:
@@ -110,7 +110,7 @@ def _restore_handler(number: int) -> None:
 
 async def in_thread(
     call: Callable[[], Result],
-    within_s: float,
+    timeout_s: float,
     *,
     late: Callable[[Result], object] | None = None,
     until: threading.Event | None = None,
@@ -142,7 +142,7 @@ async def in_thread(
             until.wait()
 
     Thread(run, name="kvferry-ray").start()
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(timeout_s):
         return await future
 
 
@@ -153,10 +153,10 @@ def reply_future(reference: Any) -> asyncio.Future[Any]:
     return future
 
 
-async def answer(reference: Any, within_s: float | None) -> Any:
+async def result_of(reference: Any, timeout_s: float | None) -> Any:
     """The result of an actor's method. Raises `TimeoutError`, or what Ray or the method raises."""
     future = reply_future(reference)
-    await asyncio.wait([future], timeout=within_s)
+    await asyncio.wait([future], timeout=timeout_s)
     if not future.done():
         raise TimeoutError
     return future.result()

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvferry.core.clock import boot_time
-from kvferry.fleet.backends.ray.connection import answer, in_thread
+from kvferry.fleet.backends.ray.connection import in_thread, result_of
 from kvferry.fleet.backends.ray.priority import reset_priority
 from kvferry.fleet.control.leadership import TAKEN_S, LeadershipUnknown, TimedLeadership
 
@@ -70,9 +70,9 @@ class RayLeadership(TimedLeadership):
         try:
             if self._actor is None:
                 self._actor = await in_thread(self._find, _ASK_S)
-                await answer(self._actor.__ray_ready__.remote(), _START_S)
+                await result_of(self._actor.__ray_ready__.remote(), _START_S)
             begun = self._clock()
-            self.holder = await answer(self._actor.take.remote(self._me), _ASK_S)
+            self.holder = await result_of(self._actor.take.remote(self._me), _ASK_S)
         except (RayError, TimeoutError, ValueError) as error:
             if isinstance(error, RayError):
                 self._actor = None  # it may have been killed
@@ -94,7 +94,7 @@ class RayLeadership(TimedLeadership):
         await self._stop()
         if was_held and self._actor is not None:
             with suppress(RayError, TimeoutError):
-                await answer(self._actor.give_up.remote(self._me), _ASK_S)
+                await result_of(self._actor.give_up.remote(self._me), _ASK_S)
 
     async def remove(self) -> None:
         """End the actor, because the fleet has ended."""

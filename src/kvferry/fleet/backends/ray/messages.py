@@ -11,10 +11,11 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
 
 @dataclass(frozen=True)
-class Order:
-    """An actor's order: the member to run. It is sent to the actor alone, since `make_recipe` has the fleet's token,
+class StartRequest:
+    """The member that an actor is to run. It is sent to the actor alone, since `make_recipe` has the fleet's token,
     and Ray stores the arguments of an actor's constructor. `needs`: of each actor; `bundle`: the member's bundles in a
-    placement group. `rank` and `joins`: of the actor of a further rank, and the address of rank 0 (`HOST:PORT`)."""
+    placement group. `rank` and `rank0_address` (`HOST:PORT`): for the actor of a further
+    rank."""
 
     member: MemberSpec
     fleet: DesiredFleet
@@ -25,7 +26,7 @@ class Order:
     token: str
     bundle: Bundle | None = None
     rank: int = 0
-    joins: str = ""
+    rank0_address: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ class MemberUpdate:
 @dataclass(frozen=True)
 class ActorIdentity:
     """An actor's identity. `answer`: its proof that it has the fleet's token (`core.keys`). `number`: the instance's.
-    `news`: the member as it is, without its earlier events."""
+    `update`: the member as it is, without its earlier events."""
 
     answer: bytes
     number: int
     bundle: Bundle | None
-    news: MemberUpdate
+    update: MemberUpdate

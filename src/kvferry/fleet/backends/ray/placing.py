@@ -30,15 +30,15 @@ class ActorResources:
     resources: Mapping[str, float]
 
     def __str__(self) -> str:
-        named = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
-        amounts = ", ".join(f"{number:g} {name}" for name, number in named.items() if number)
+        all_amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        amounts = ", ".join(f"{number:g} {name}" for name, number in all_amounts.items() if number)
         return amounts and f" with {amounts}"
 
     @property
     def bundle(self) -> dict[str, float]:
         """These resources as a bundle of a placement group."""
-        named = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
-        return {name: number for name, number in named.items() if number} or {"CPU": self.min_cpus}
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {name: number for name, number in amounts.items() if number} or {"CPU": self.min_cpus}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def make_group(
 
 def free_indices(roles: tuple[MemberRole, ...], role: MemberRole, number: int, used: Iterable[int]) -> tuple[int, ...]:
     """The indices of `number` free bundles of this role; fewer if there are not so many."""
-    taken = set(used)
-    return tuple(index for index, bundle_role in enumerate(roles) if bundle_role == role and index not in taken)[
+    used_indices = set(used)
+    return tuple(index for index, bundle_role in enumerate(roles) if bundle_role == role and index not in used_indices)[
         :number
     ]
 

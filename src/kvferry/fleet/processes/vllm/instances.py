@@ -25,24 +25,24 @@ from kvferry.fleet.processes.vllm.length import require_length
 from kvferry.fleet.processes.vllm.ports import free_ports, with_event_ports
 from kvferry.fleet.processes.vllm.resources import cpu_memory_arguments, device_variables
 from kvferry.fleet.processes.vllm.transfer import (
-    DEFAULT,
-    for_member,
+    DEFAULT_TRANSFER,
+    has_bootstrap_server,
     has_lmcache,
-    has_mooncake,
-    is_ours,
+    needs_plugin,
     read_transfer,
-    require_possible,
     require_registrable,
+    require_usable_connectors,
+    transfer_for_member,
 )
 from kvferry.fleet.spec.arguments import VLLM_KEY_VARIABLE, refuse_own_flags, vllm_key_flag
 from kvferry.fleet.spec.kv_transfer import InstanceRole
-from kvferry.fleet.spec.settings import EngineChoice, InstanceSpec
+from kvferry.fleet.spec.settings import EngineChoice, InstanceSettings
 from kvferry.models.catalog import resolve
 
-_KVFERRYS = ("--host", "--port", "--model", "--served-model-name", "--kv-transfer-config")
+_SERVER_FLAGS = ("--host", "--port", "--model", "--served-model-name", "--kv-transfer-config")
 """vLLM's flags that kvferry sets."""
 
-_DYNAMOS = (
+_DYNAMO_FLAGS = (
     "--model",
     "--served-model-name",
     "--kv-transfer-config",
@@ -55,12 +55,12 @@ _DYNAMOS = (
 DYNAMO_MODULE = "dynamo.vllm"
 """Dynamo's vLLM workers."""
 
-CALM = Path(__file__).with_name("calm")
+SLEEPING_WAITS = Path(__file__).with_name("calm")
 """With this folder first on PYTHONPATH, threads of vLLM that wait sleep instead of yielding in a loop, with which they
 would starve others where a server has few cores."""
 
-_SEVERAL_WORKERS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
-_SOCKETS_IN = "VLLM_RPC_BASE_PATH"
+_PARALLELISM_FLAGS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
+_SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 _BIND, _HASH_SEED = "VLLM_CPU_OMP_THREADS_BIND", "PYTHONHASHSEED"
 
 # Taken from vLLM 0.32; unknown lines are ignored.
@@ -104,14 +104,14 @@ class VllmPlacement:
 @dataclass(frozen=True)
 class VllmInstances:
     """Settings that all vLLM servers of a fleet share. `transfer`: their `--kv-transfer-config`, None if they move no
-    KV; `number`: how many of them run on this machine; `for_dynamo`: they are workers of Dynamo."""
+    KV; `num_instances`: how many of them run on this machine; `for_dynamo`: they are workers of Dynamo."""
 
     model: str
     names: tuple[str, ...]
     arguments: tuple[str, ...]
     environment: VllmEnvironment
     transfer: dict[str, Any] | None
-    number: int = 1
+    num_instances: int = 1
     for_dynamo: bool = False
 
     @classmethod
@@ -119,20 +119,20 @@ class VllmInstances:
         cls,
         engine: EngineConfig,
         choice: EngineChoice,
-        instance: InstanceSpec,
+        instance: InstanceSettings,
         *,
-        splits: bool,
-        number: int = 1,
+        is_disaggregated: bool,
+        num_instances: int = 1,
         for_dynamo: bool = False,
     ) -> VllmInstances:
-        """Check the settings before anything is started. `splits`: prefill and decode are on different instances.
-        Raises `ConfigError` for settings that cannot work."""
+        """Check the settings before anything is started. `is_disaggregated`: prefill and decode are on different
+        instances. Raises `ConfigError` for settings that cannot work."""
         refuse_own_flags(engine, "vllm")
-        _refuse_flags_kvferry_sets(choice.engine_argument, _DYNAMOS if for_dynamo else _KVFERRYS)
-        text = instance.kv_transfer_config or (DEFAULT if splits else None)
+        _refuse_flags_kvferry_sets(choice.engine_argument, _DYNAMO_FLAGS if for_dynamo else _SERVER_FLAGS)
+        text = instance.kv_transfer_config or (DEFAULT_TRANSFER if is_disaggregated else None)
         transfer = None if text is None else read_transfer(text)
         environment = find_vllm(choice.engine_python)
-        if transfer is not None and is_ours(transfer) and not environment.has_kvferry:
+        if transfer is not None and needs_plugin(transfer) and not environment.has_kvferry:
             raise ConfigError(
                 f"vLLM in the environment of {environment.python} does not know kvferry's connectors: install kvferry"
                 " there, name a connector of vLLM's with --kv-transfer-config, or start one server with --prefill 0"
@@ -143,17 +143,17 @@ class VllmInstances:
                 " server: put it into a file, and name the file with password_file"
             )
         if transfer is not None:
-            require_possible(transfer, environment, choice.engine_argument)
+            require_usable_connectors(transfer, environment, choice.engine_argument)
         names, model = instance.served_model_name or (engine.model,), _model(engine.model)
         require_length(choice.engine_argument, model)
         if for_dynamo:
             _require_dynamo(environment, names)
-        return cls(model, names, choice.engine_argument, environment, transfer, number, for_dynamo)
+        return cls(model, names, choice.engine_argument, environment, transfer, num_instances, for_dynamo)
 
     @property
     def has_bootstrap(self) -> bool:
         """True if prefill instances have a Mooncake bootstrap server."""
-        return self.transfer is not None and has_mooncake(self.transfer)
+        return self.transfer is not None and has_bootstrap_server(self.transfer)
 
     def require_registrable(self, role: Role) -> None:
         """Raise `ConfigError` if a `kv_role` excludes the role that the servers register for."""
@@ -168,24 +168,28 @@ class VllmInstances:
         """One vLLM server, with its own ports where vLLM would use fixed ones."""
         require_length(placement.arguments, self.model)
         port = placement.port or free_ports(1, placement.host)[0]
-        further = (*self.arguments, *placement.arguments)
-        arguments, key = without_key(with_event_ports(further, placement.host) if self.for_dynamo else further)
+        all_arguments = (*self.arguments, *placement.arguments)
+        arguments, key = without_key(
+            with_event_ports(all_arguments, placement.host) if self.for_dynamo else all_arguments
+        )
         host = f"[{placement.host}]" if ":" in placement.host else placement.host
         return ProcessSpec(
             name=placement.name,
             command=(*self._command(replace(placement, port=port)), *arguments),
             environment={**self._environment(placement, bootstrap_port), **placement.environment, **key},
             hidden=placement.hidden,
-            foreign=ExternalServer(f"http://{_reachable(host)}:{port}", START, _SOCKETS_IN),
+            foreign=ExternalServer(f"http://{_reachable(host)}:{port}", START, _SOCKET_FOLDER),
         )
 
     def _command(self, placement: VllmPlacement) -> list[str]:
         command = self._dynamo_command(placement) if self.for_dynamo else self._server_command(placement)
         if self.transfer is not None:
-            own = for_member(self.transfer, placement.role, placement.name, placement.index, placement.node)
-            command += ["--kv-transfer-config", msgspec.json.encode(own).decode()]
+            transfer = transfer_for_member(
+                self.transfer, placement.role, placement.name, placement.index, placement.node
+            )
+            command += ["--kv-transfer-config", msgspec.json.encode(transfer).decode()]
         if self.environment.on_cpu:
-            command += cpu_memory_arguments(self.arguments, self.number)
+            command += cpu_memory_arguments(self.arguments, self.num_instances)
         return command
 
     def _server_command(self, placement: VllmPlacement) -> list[str]:
@@ -198,27 +202,41 @@ class VllmInstances:
         """The command line of a worker of Dynamo, and of the process of kvferry's around it that serves it over
         HTTP."""
         python, role = self.environment.python, placement.role
-        where = (placement.name, placement.host, str(placement.port), f"{placement.grace_s:g}")
-        command = [python, "-m", "kvferry.bridge.dynamo.member", role, *where, "--", python, "-m", "dynamo.vllm"]
+        member_arguments = (placement.name, placement.host, str(placement.port), f"{placement.grace_s:g}")
+        command = [
+            python,
+            "-m",
+            "kvferry.bridge.dynamo.member",
+            role,
+            *member_arguments,
+            "--",
+            python,
+            "-m",
+            "dynamo.vllm",
+        ]
         command += ["--model", self.model, "--served-model-name", self.names[0]]
         return command if role == "both" else [*command, "--disaggregation-mode", role]
 
     def _environment(self, placement: VllmPlacement, bootstrap_port: int) -> dict[str, str]:
-        own = thread_variables(placement.num_threads) | device_variables(placement.index, self.number)
+        variables = thread_variables(placement.num_threads) | device_variables(placement.index, self.num_instances)
         if self.environment.on_cpu and os.environ.get(CALM_VLLM) != "0":
-            own["PYTHONPATH"] = os.pathsep.join([str(CALM), *filter(None, [os.environ.get("PYTHONPATH")])])
+            variables["PYTHONPATH"] = os.pathsep.join(
+                [str(SLEEPING_WAITS), *filter(None, [os.environ.get("PYTHONPATH")])]
+            )
         if _BIND not in os.environ:
-            own |= self._binding(placement)
+            variables |= self._binding(placement)
         if self.transfer is not None:
-            own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = placement.host
-            own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1, placement.host)[0])
+            variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = placement.host
+            variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1, placement.host)[0])
             if has_lmcache(self.transfer) and _HASH_SEED not in os.environ:
-                own[_HASH_SEED] = "0"  # otherwise the servers would name the same blocks differently in their store
+                variables[_HASH_SEED] = (
+                    "0"  # otherwise the servers would name the same blocks differently in their store
+                )
         if self.for_dynamo:
-            own["DYN_SYSTEM_PORT"] = str(free_ports(1, placement.host)[0])  # Dynamo takes none above 32767
+            variables["DYN_SYSTEM_PORT"] = str(free_ports(1, placement.host)[0])  # Dynamo takes none above 32767
         if bootstrap_port:
-            own["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(bootstrap_port)
-        return own
+            variables["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(bootstrap_port)
+        return variables
 
     def _binding(self, placement: VllmPlacement) -> dict[str, str]:
         """The variable that makes vLLM bind its threads to cores: one thread for each core, whatever OMP_NUM_THREADS
@@ -226,7 +244,7 @@ class VllmInstances:
         and does not bind them."""
         if placement.num_threads < len(placement.cores):
             return {_BIND: "nobind"}
-        if not placement.cores or _has_several_workers((*self.arguments, *placement.arguments)):
+        if not placement.cores or _sets_parallelism((*self.arguments, *placement.arguments)):
             return {}
         return {_BIND: ",".join(map(str, placement.cores))}
 
@@ -235,28 +253,28 @@ def without_key(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Move the API key from the arguments of `vllm serve` into the environment variable that vLLM also reads, because
     everyone on the machine can read command lines. Returns the other arguments and the variable. Raises `ConfigError`
     for several keys."""
-    left, keys, takes = list[str](), list[str](), False
+    kept_arguments, keys, value_follows = list[str](), list[str](), False
     for argument in arguments:
         _, has_value, value = argument.partition("=")
         if vllm_key_flag(argument):
-            takes = not has_value
+            value_follows = not has_value
             keys = [value] if has_value else []
-        elif takes and not argument.startswith("-"):
+        elif value_follows and not argument.startswith("-"):
             keys.append(argument)
         else:
-            takes = False
-            left.append(argument)
+            value_follows = False
+            kept_arguments.append(argument)
     if len(keys) > 1:
         raise ConfigError("--api-key: kvferry can give a vLLM server one key only; name one")
-    return left, {VLLM_KEY_VARIABLE: keys[0]} if keys else {}
+    return kept_arguments, {VLLM_KEY_VARIABLE: keys[0]} if keys else {}
 
 
-def _has_several_workers(arguments: Sequence[str]) -> bool:
+def _sets_parallelism(arguments: Sequence[str]) -> bool:
     """True if an argument sets vLLM's parallelism to another value than 1. Each worker then needs its own list of
     cores, which vLLM makes itself."""
     for argument, following in pairwise((*arguments, "")):
         name, has_value, value = argument.partition("=")
-        if name.replace("_", "-") in _SEVERAL_WORKERS and (value if has_value else following) != "1":
+        if name.replace("_", "-") in _PARALLELISM_FLAGS and (value if has_value else following) != "1":
             return True
     return False
 
@@ -282,9 +300,9 @@ def _require_dynamo(environment: VllmEnvironment, names: Sequence[str]) -> None:
     require_module(environment.python, DYNAMO_MODULE, 'engine.kind = "dynamo":')
 
 
-def _refuse_flags_kvferry_sets(arguments: tuple[str, ...], theirs: Sequence[str]) -> None:
+def _refuse_flags_kvferry_sets(arguments: tuple[str, ...], reserved_flags: Sequence[str]) -> None:
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
-        if name in theirs:
+        if name in reserved_flags:
             where = "as MODEL" if name == "--model" else "before --"
             raise ConfigError(f"{name} after -- is set by kvferry; give it {where}")

@@ -54,8 +54,8 @@ def own_devices_first(index: int, num_instances: int) -> dict[str, str]:
     devices = visible_devices(os.environ)
     if num_instances < 2 or len(devices) < 2:
         return {}
-    own = share_devices(devices, index, num_instances)
-    return {DEVICES: ",".join([*own, *(device for device in devices if device not in own)])}
+    own_devices = share_devices(devices, index, num_instances)
+    return {DEVICES: ",".join([*own_devices, *(device for device in devices if device not in own_devices)])}
 
 
 def visible_devices(environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]:

@@ -150,16 +150,25 @@ class Policy(ABC):
     Settings: ClassVar[type] = NoSettings
     """A frozen dataclass with a default for every field; `--policy-option name=value` fills it."""
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Accept a method `placed`, the deprecated name of `on_choice_used`."""
+        super().__init_subclass__(**arguments)
+        if "placed" in cls.__dict__ and "on_choice_used" not in cls.__dict__:
+            cls.on_choice_used = cls.placed  # type: ignore[method-assign]
+
     def __init__(self, context: PolicyContext, settings: object) -> None:
         self.context = context
 
     @abstractmethod
     def choose(self, traits: PromptTraits, options: Options[T]) -> Choice[T]:
-        """Choose the instances of both legs. Must not block, and must not change any state: `placed` is called if the
-        choice is used."""
+        """Choose the instances of both legs. Must not block, and must not change any state: `on_choice_used` is called
+        if the choice is used."""
 
-    def placed(self, traits: PromptTraits, choice: Choice[T]) -> None:
+    def on_choice_used(self, traits: PromptTraits, choice: Choice[T]) -> None:
         """Called when the router uses this choice. The prefix index already contains it."""
+
+    placed = on_choice_used
+    """Deprecated name of `on_choice_used`."""
 
 
 class LegPolicy(Policy):
@@ -200,12 +209,14 @@ class LegPolicy(Policy):
         decode = readers[0] if len(readers) == 1 else self._best(traits, "decode", readers, scores)
         return Choice(decode, prefill, "split", scores)
 
-    def placed(self, traits: PromptTraits, choice: Choice[T]) -> None:
+    def on_choice_used(self, traits: PromptTraits, choice: Choice[T]) -> None:
         """Record the turn of the chosen instances."""
         self._turn += 1
         choice.decode.load.last_turn = self._turn
         if choice.prefill is not None:
             choice.prefill.load.last_turn = self._turn
+
+    placed = on_choice_used
 
     def _best(self, traits: PromptTraits, leg: Leg, targets: Candidates[T], scores: list[Scores]) -> T:
         if len(targets) == 1:

@@ -54,9 +54,9 @@ class SessionAffinity(PrefixAware):
             scores[position] = -1.0
         return scores
 
-    def placed(self, traits: PromptTraits, choice: Choice[T]) -> None:
+    def on_choice_used(self, traits: PromptTraits, choice: Choice[T]) -> None:
         """Remember the instances of both legs."""
-        super().placed(traits, choice)
+        super().on_choice_used(traits, choice)
         if not traits.session:
             return
         legs = self._last_instances.setdefault(traits.session, {})

@@ -12,7 +12,7 @@ from kvferry.core.settings.toml_file import to_toml
 from kvferry.fleet.backends.kubernetes.manifests.pod_templates import (
     SPEC_FILE,
     Object,
-    Pods,
+    PodTemplates,
     kubernetes_of,
     labels_of,
     pod_of,
@@ -96,7 +96,7 @@ def controller_objects(
             "replicas": values.value("replicas.controller", replicas),
             "strategy": {"type": "Recreate"},
             "selector": {"matchLabels": labels},
-            "template": Pods(fleet, values).controller(name, routers),
+            "template": PodTemplates(fleet, values).controller(name, routers),
         }
     }  # fmt: skip
     budget = {"maxUnavailable": 1, "selector": {"matchLabels": labels}}

@@ -21,17 +21,17 @@ Object = dict[str, Any]
 HTTP_PORT, KV_PORT, RANKS_PORT = 8000, 8101, 7000
 SPEC_FILE, _SPEC_FOLDER, _STATE_FOLDER = "fleet.toml", "/spec", "/cache/state"
 _USER = 1000
-_NAME_LABEL, PART_LABEL, FLEET_LABEL, UNIT_LABEL = (
+_NAME_LABEL, COMPONENT_LABEL, FLEET_LABEL, UNIT_LABEL = (
     "app.kubernetes.io/name", "app.kubernetes.io/component", "app.kubernetes.io/instance", "kvferry/unit",
 )  # fmt: skip
 
 
-def labels_of(fleet: DesiredFleet, part: str = "", unit: int | None = None) -> dict[str, str]:
-    """The labels that select the pods of a fleet. `part`: only the pods of this role, or "router" or "controller".
+def labels_of(fleet: DesiredFleet, component: str = "", unit: int | None = None) -> dict[str, str]:
+    """The labels that select the pods of a fleet. `component`: only the pods of this role, or "router" or "controller".
     `unit`: only the pods of this unit."""
     labels = {_NAME_LABEL: "kvferry", FLEET_LABEL: fleet.name}
-    if part:
-        labels[PART_LABEL] = part
+    if component:
+        labels[COMPONENT_LABEL] = component
     if unit is not None:
         labels[UNIT_LABEL] = str(unit)
     return labels
@@ -55,21 +55,21 @@ def member_roles(fleet: DesiredFleet) -> list[MemberRole]:
 
 @dataclass(frozen=True)
 class InstancePod:
-    """A pod of an instance. `number`: its index in the instance, or the variable that has it; pod 0 answers requests.
+    """A pod of an instance. `index`: its index in the instance, or the variable that has it; pod 0 answers requests.
     `leader`: the host name of pod 0."""
 
-    number: str
+    index: str
     leader: str
 
 
 FIRST = "0"
 SINGLE_POD = InstancePod(FIRST, "")
-LWS_LEADER, LWS_WORKER = (InstancePod(number, "$(LWS_LEADER_ADDRESS)") for number in (FIRST, "$(LWS_WORKER_INDEX)"))
+LWS_LEADER, LWS_WORKER = (InstancePod(index, "$(LWS_LEADER_ADDRESS)") for index in (FIRST, "$(LWS_WORKER_INDEX)"))
 """The pods of a LeaderWorkerSet, whose controller sets these variables."""
 
 
-class Pods:
-    """Renders the pod templates of one fleet."""
+class PodTemplates:
+    """Renders the pod templates of one fleet's pods."""
 
     lock_age_s = 60
     """A controller writes to its lock file every second. If the file is older than these seconds, the controller counts
@@ -90,19 +90,19 @@ class Pods:
         *,
         unit: int | None,
         group: str,
-        host: InstancePod = SINGLE_POD,
+        pod: InstancePod = SINGLE_POD,
     ) -> Object:
-        """The template of the pods of an instance, which register at `routers`. `host`: which pod of the instance.
+        """The template of the pods of an instance, which register at `routers`. `pod`: which pod of the instance.
         `group`: name of the group of pods that are scheduled together."""
         container = self._container(role)
-        if host.number != FIRST:
-            container["command"] = self._worker(role, host)
+        if pod.index != FIRST:
+            container["command"] = self._worker(role, pod)
         else:
             command = "prefill" if role == "prefill" else "decode"
             container["command"] = ["kvferry", command, self._fleet.model]
-            container["args"] = self._values.value(f"arguments.{role}", self._arguments(role, host))
+            container["args"] = self._values.value(f"arguments.{role}", self._arguments(role, pod))
             container["env"].append({"name": variable_name("register"), "value": ",".join(routers)})
-            container |= self._instance_probes() | self._drains(routers)
+            container |= self._instance_probes() | self._drain_hook(routers)
             container["ports"] = [{"name": "http", "containerPort": HTTP_PORT}]
         template = self._template(role, container, unit)
         template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + self.margin_s
@@ -153,13 +153,13 @@ class Pods:
             template["spec"] |= {"automountServiceAccountToken": True, "serviceAccountName": name}
         return template
 
-    def _worker(self, role: Role, host: InstancePod) -> list[str]:
+    def _worker(self, role: Role, pod: InstancePod) -> list[str]:
         """The command of a further pod of an instance, which answers no requests."""
         if self._fleet.engine.kind == "kvferry":
-            return ["kvferry", "rank", f"{host.leader}:{RANKS_PORT}"]
-        return _vllm_worker(self._fleet, role, host)
+            return ["kvferry", "rank", f"{pod.leader}:{RANKS_PORT}"]
+        return _vllm_worker(self._fleet, role, pod)
 
-    def _arguments(self, role: Role, host: InstancePod) -> list[str]:
+    def _arguments(self, role: Role, pod: InstancePod) -> list[str]:
         engine, role_spec = self._fleet.engine, self._fleet.role.get(role)
         arguments = [
             "--host=$(POD_IP)",
@@ -167,17 +167,17 @@ class Pods:
             f"--grace-s={self.grace_s}",
             f"--kv-transfer-config={transfer_config(engine.connectors, role)}",
         ]
-        ranks, more = (role_spec.tensor_parallel_size, role_spec.args) if role_spec is not None else (1, ())
+        ranks, role_arguments = (role_spec.tensor_parallel_size, role_spec.args) if role_spec is not None else (1, ())
         if engine.kind == "kvferry":
             arguments += [f"--tensor-parallel-size={ranks}"] if ranks > 1 else []
             arguments += [f"--ranks-at=$(POD_IP):{RANKS_PORT}"] if pod_of(self._fleet, role).hosts > 1 else []
             if (target_s := self._fleet.itl_target_s) is not None:
                 arguments.append(f"--itl-target-s={target_s:g}")
             keys = self._fleet.keys
-            tables = (to_flags(keys.engine), engine.args, to_flags(keys.role.get(role, {})), more)
+            tables = (to_flags(keys.engine), engine.args, to_flags(keys.role.get(role, {})), role_arguments)
             return reduce(overridden, tables, arguments)
         python = [f"--engine-python={engine.python}"] if engine.python else []
-        return [*arguments, "--engine=vllm", *python, "--", *_vllm_arguments(self._fleet, role, host)]
+        return [*arguments, "--engine=vllm", *python, "--", *_vllm_arguments(self._fleet, role, pod)]
 
     def _instance_probes(self) -> Object:
         """Probes. Startup: it has loaded its model. Readiness: it serves. Liveness: its process answers."""
@@ -188,14 +188,14 @@ class Pods:
             "livenessProbe": _http("/version", period_s=10, failures=6),
         }
 
-    def _drains(self, routers: Sequence[str]) -> Object:
+    def _drain_hook(self, routers: Sequence[str]) -> Object:
         """A hook that drains an instance before it gets SIGTERM: its routers send it no more requests, and wait until
         it has no outstanding ticket."""
-        drains = " ".join(
+        commands = " ".join(
             f'kvferry fleet drain "http://$POD_IP:{HTTP_PORT}" --router {router} --wait-s {self._drain_s} &'
             for router in routers
         )
-        return {"lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", f"{drains} wait"]}}}}
+        return {"lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", f"{commands} wait"]}}}}
 
     def _container(self, role: PodRole) -> Object:
         pod, kubernetes, values = pod_of(self._fleet, role), self._kubernetes, self._values
@@ -204,17 +204,17 @@ class Pods:
             capabilities["add"] = ["IPC_LOCK"]  # RDMA registers memory, which must not be swapped or moved
         resources = {"requests": dict(pod.requests), "limits": dict(pod.limits)}
         token = {"secretKeyRef": {"name": token_secret(self._fleet), "key": "token"}}
-        more = {"HOME": "/cache", "HF_HOME": "/models", **kubernetes.environment}
+        variables = {"HOME": "/cache", "HF_HOME": "/models", **kubernetes.environment}
         if role == "controller":  # the controller takes no settings of its fleet from its environment
-            more = {name: value for name, value in more.items() if name not in flag_variables()}
-        secrets = {name: where.partition("/") for name, where in sorted(pod.secrets.items())}
+            variables = {name: value for name, value in variables.items() if name not in flag_variables()}
+        secrets = {name: reference.partition("/") for name, reference in sorted(pod.secrets.items())}
         return {
             "name": "kvferry",
             "image": values.value("image", kubernetes.image),
             "env": [
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                 {"name": AUTH_TOKEN, "valueFrom": token},
-                *({"name": name, "value": value} for name, value in more.items() if name not in secrets),
+                *({"name": name, "value": value} for name, value in variables.items() if name not in secrets),
                 *(
                     {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
                     for name, (secret, _, key) in secrets.items()
@@ -253,7 +253,7 @@ class Pods:
             },
             "nodeSelector": values.value(f"pod.{role}.nodeSelector", dict(pod.node_selector)),
             "tolerations": values.value(
-                f"pod.{role}.tolerations", [msgspec.to_builtins(each) for each in pod.tolerations]
+                f"pod.{role}.tolerations", [msgspec.to_builtins(toleration) for toleration in pod.tolerations]
             ),
             "containers": [container],
             "volumes": [
@@ -276,14 +276,14 @@ class Pods:
         if unit is None or self._fleet.unit is None:
             return template
         term: Object = {"labelSelector": {"matchLabels": labels_of(self._fleet, unit=unit)}}
-        host, zone = {**term, "topologyKey": "kubernetes.io/hostname"}, {
+        same_host, same_zone = {**term, "topologyKey": "kubernetes.io/hostname"}, {
             **term, "topologyKey": "topology.kubernetes.io/zone",
         }  # fmt: skip
         preferred = "preferredDuringSchedulingIgnoredDuringExecution"
         template["spec"]["affinity"] = {
-            "same-host": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [host]}},
-            "pack": {"podAffinity": {preferred: [{"weight": 100, "podAffinityTerm": zone}]}},
-            "spread": {"podAntiAffinity": {preferred: [{"weight": 100, "podAffinityTerm": host}]}},
+            "same-host": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [same_host]}},
+            "pack": {"podAffinity": {preferred: [{"weight": 100, "podAffinityTerm": same_zone}]}},
+            "spread": {"podAntiAffinity": {preferred: [{"weight": 100, "podAffinityTerm": same_host}]}},
         }[self._fleet.unit.place]
         return template
 
@@ -304,35 +304,35 @@ def token_secret(fleet: DesiredFleet) -> str:
 
 def transfer_config(connectors: Sequence[str], role: Role) -> str:
     """`--kv-transfer-config` of an instance in a pod, which is reached at the pod's address."""
-    reached: Mapping[str, Any] = {"kv_ip": "$(POD_IP)", "kv_port": KV_PORT}
-    own = {"kv_role": "kv_both"} if role == "both" else {}
+    endpoint: Mapping[str, Any] = {"kv_ip": "$(POD_IP)", "kv_port": KV_PORT}
+    both_roles = {"kv_role": "kv_both"} if role == "both" else {}
     if len(connectors) == 1:
-        config = {"kv_connector": connectors[0], **own, **reached}
+        config = {"kv_connector": connectors[0], **both_roles, **endpoint}
     else:
         children = [{"kv_connector": name} for name in connectors]
         extra = {"kv_connector_extra_config": {"connectors": children}}
-        config = {"kv_connector": "MultiConnector", **own, **reached, **extra}
+        config = {"kv_connector": "MultiConnector", **both_roles, **endpoint, **extra}
     return msgspec.json.encode(config).decode()
 
 
-def _vllm_arguments(fleet: DesiredFleet, role: Role, host: InstancePod) -> list[str]:
+def _vllm_arguments(fleet: DesiredFleet, role: Role, pod: InstancePod) -> list[str]:
     role_spec, hosts = fleet.role.get(role), pod_of(fleet, role).hosts
     arguments = list(fleet.engine.args)
     if role_spec is not None:
         arguments += [f"--tensor-parallel-size={role_spec.tensor_parallel_size}", *role_spec.args]
     if hosts > 1:
-        arguments += [f"--nnodes={hosts}", f"--node-rank={host.number}", f"--master-addr={host.leader}"]
+        arguments += [f"--nnodes={hosts}", f"--node-rank={pod.index}", f"--master-addr={pod.leader}"]
     return arguments
 
 
-def _vllm_worker(fleet: DesiredFleet, role: Role, host: InstancePod) -> list[str]:
+def _vllm_worker(fleet: DesiredFleet, role: Role, pod: InstancePod) -> list[str]:
     """vLLM's own command for further ranks of an instance."""
     kv_role = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[role]
     transfer = msgspec.json.decode(transfer_config(fleet.engine.connectors, role)) | {"kv_role": kv_role}
     python = fleet.engine.python or "python3"
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", fleet.model, "--headless"]
     command.append(f"--kv-transfer-config={msgspec.json.encode(transfer).decode()}")
-    return [*command, *_vllm_arguments(fleet, role, host)]
+    return [*command, *_vllm_arguments(fleet, role, pod)]
 
 
 def _http(path: str, *, period_s: int, failures: int) -> Object:

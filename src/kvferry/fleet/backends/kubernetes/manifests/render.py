@@ -22,7 +22,7 @@ from kvferry.fleet.backends.kubernetes.manifests.pod_templates import (
     SINGLE_POD,
     InstancePod,
     Object,
-    Pods,
+    PodTemplates,
     kubernetes_of,
     labels_of,
     member_roles,
@@ -93,7 +93,7 @@ def _require_plain_workloads(fleet: DesiredFleet) -> None:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _UnitPlan:
     """A fleet in pooling mode, or one unit. `counts`: the instances of each role."""
 
     name: str
@@ -104,19 +104,19 @@ class _Part:
 class _Rendering:
     def __init__(self, fleet: DesiredFleet, values: Values) -> None:
         self._fleet, self._values, self._kubernetes = fleet, values, kubernetes_of(fleet)
-        self._pods = Pods(fleet, values)
+        self._pods = PodTemplates(fleet, values)
 
     def objects(self, token: str) -> Iterator[Object]:
         yield from self._support(token)
         yield from self._disruption_budgets()
-        for part in self._parts():
-            yield from self._routers(part)
-            yield from self._instances(part)
+        for plan in self._plans():
+            yield from self._routers(plan)
+            yield from self._instances(plan)
             if self._kubernetes.gang != "none":
-                yield self._pod_group(part)
+                yield self._pod_group(plan)
             if self._fleet.scale is not None:
                 for version, kind, name, content in controller_objects(
-                    self._fleet, self._values, self._router_urls(part)
+                    self._fleet, self._values, self._router_urls(plan)
                 ):
                     yield self._object(version, kind, name, more=content)
 
@@ -135,45 +135,45 @@ class _Rendering:
         if self._kubernetes.pod_monitor:
             yield self._pod_monitor()
 
-    def _parts(self) -> list[_Part]:
+    def _plans(self) -> list[_UnitPlan]:
         fleet = self._fleet
         if fleet.unit is None:
             return [
-                _Part(
+                _UnitPlan(
                     fleet.name,
                     None,
                     {role: role_spec.count for role, role_spec in fleet.role.items() if role != "router"},
                 )
             ]
         members = dict(fleet.unit.members)
-        return [_Part(f"{fleet.name}-{number}", number, members) for number in range(fleet.unit.count)]
+        return [_UnitPlan(f"{fleet.name}-{number}", number, members) for number in range(fleet.unit.count)]
 
-    def _routers(self, part: _Part) -> Iterator[Object]:
-        labels = labels_of(self._fleet, "router", part.unit)
-        yield self._service(f"{part.name}-routers", labels, headless=True)
+    def _routers(self, plan: _UnitPlan) -> Iterator[Object]:
+        labels = labels_of(self._fleet, "router", plan.unit)
+        yield self._service(f"{plan.name}-routers", labels, headless=True)
         spec = {
-            "serviceName": f"{part.name}-routers",
+            "serviceName": f"{plan.name}-routers",
             "replicas": self._kubernetes.routers,
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": labels},
-            "template": self._pods.router(unit=part.unit),
+            "template": self._pods.router(unit=plan.unit),
         }
-        yield self._object("apps/v1", "StatefulSet", f"{part.name}-router", spec)
+        yield self._object("apps/v1", "StatefulSet", f"{plan.name}-router", spec)
 
-    def _router_urls(self, part: _Part) -> list[str]:
+    def _router_urls(self, plan: _UnitPlan) -> list[str]:
         numbers = range(self._kubernetes.routers)
-        return [f"http://{part.name}-router-{number}.{part.name}-routers:{HTTP_PORT}" for number in numbers]
+        return [f"http://{plan.name}-router-{number}.{plan.name}-routers:{HTTP_PORT}" for number in numbers]
 
-    def _instances(self, part: _Part) -> Iterator[Object]:
-        for role in part.counts:
+    def _instances(self, plan: _UnitPlan) -> Iterator[Object]:
+        for role in plan.counts:
             version, kind, name = workload_of(self._fleet, role)
-            spec = (self._leader_worker_set if version == LWS else self._deployment)(part, role)
-            yield self._object(version, kind, name if part.unit is None else f"{part.name}-{role}", spec)
+            spec = (self._leader_worker_set if version == LWS else self._deployment)(plan, role)
+            yield self._object(version, kind, name if plan.unit is None else f"{plan.name}-{role}", spec)
 
-    def _deployment(self, part: _Part, role: Role) -> Object:
+    def _deployment(self, plan: _UnitPlan, role: Role) -> Object:
         roll = self._fleet.roll
         return {
-            **self._replicas(part, role),
+            **self._replicas(plan, role),
             "paused": roll.pause,
             "revisionHistoryLimit": roll.history,
             "progressDeadlineSeconds": int(seconds(self._fleet.failure.start)) + 60,
@@ -181,20 +181,20 @@ class _Rendering:
                 "type": "RollingUpdate",
                 "rollingUpdate": {"maxSurge": roll.surge, "maxUnavailable": roll.unavailable},
             },
-            "selector": {"matchLabels": labels_of(self._fleet, role, part.unit)},
-            "template": self._template(part, role),
+            "selector": {"matchLabels": labels_of(self._fleet, role, plan.unit)},
+            "template": self._template(plan, role),
         }
 
-    def _leader_worker_set(self, part: _Part, role: Role) -> Object:
+    def _leader_worker_set(self, plan: _UnitPlan, role: Role) -> Object:
         roll = self._fleet.roll
         pods: Object = {
             "size": pod_of(self._fleet, role).hosts,
             "restartPolicy": "RecreateGroupOnPodRestart",
-            "leaderTemplate": self._template(part, role, LWS_LEADER),
-            "workerTemplate": self._template(part, role, LWS_WORKER),
+            "leaderTemplate": self._template(plan, role, LWS_LEADER),
+            "workerTemplate": self._template(plan, role, LWS_WORKER),
         }
         return {
-            **self._replicas(part, role),
+            **self._replicas(plan, role),
             "rolloutStrategy": {
                 "type": "RollingUpdate",
                 "rollingUpdateConfiguration": {"maxSurge": roll.surge, "maxUnavailable": roll.unavailable},
@@ -202,24 +202,24 @@ class _Rendering:
             "leaderWorkerTemplate": pods,
         }
 
-    def _template(self, part: _Part, role: Role, host: InstancePod = SINGLE_POD) -> Object:
-        return self._pods.instance(role, self._router_urls(part), unit=part.unit, group=part.name, host=host)
+    def _template(self, plan: _UnitPlan, role: Role, pod: InstancePod = SINGLE_POD) -> Object:
+        return self._pods.instance(role, self._router_urls(plan), unit=plan.unit, group=plan.name, pod=pod)
 
-    def _replicas(self, part: _Part, role: Role) -> Object:
+    def _replicas(self, plan: _UnitPlan, role: Role) -> Object:
         """The count, unless the controller sets it: applying the manifests again would undo its decision."""
-        return {} if self._is_scaled else {"replicas": self._values.value(f"replicas.{role}", part.counts[role])}
+        return {} if self._is_scaled else {"replicas": self._values.value(f"replicas.{role}", plan.counts[role])}
 
-    def _pod_group(self, part: _Part) -> Object:
-        """A pod group: all instances of a part start together or not at all. Instances that a roll starts later join
+    def _pod_group(self, plan: _UnitPlan) -> Object:
+        """A pod group: all instances of the plan start together or not at all. Instances that a roll starts later join
         the group."""
-        counts = dict(part.counts)
+        counts = dict(plan.counts)
         if self._is_scaled:
             counts = {role: max(1, self._fleet.role[role].min) for role in counts}
         min_members = sum(count * pod_of(self._fleet, role).hosts for role, count in counts.items())
         if self._kubernetes.gang == "volcano":
-            return self._object(_VOLCANO, "PodGroup", part.name, {"minMember": min_members})
+            return self._object(_VOLCANO, "PodGroup", plan.name, {"minMember": min_members})
         policy = {"schedulingPolicy": {"gang": {"minCount": min_members}}}
-        return self._object(_SCHEDULING, "PodGroup", part.name, policy)
+        return self._object(_SCHEDULING, "PodGroup", plan.name, policy)
 
     def _service(self, name: str, selector: dict[str, str], *, headless: bool) -> Object:
         """A Service. For clients: the routers that are ready. Headless, for instances: each router by name, ready or

@@ -61,8 +61,8 @@ class _Loader(Loader):
 
 
 def _run_next() -> None:
-    own = Path(__file__).resolve().parent
-    spec = PathFinder.find_spec(__name__, [folder for folder in sys.path if Path(folder).resolve() != own])
+    own_folder = Path(__file__).resolve().parent
+    spec = PathFinder.find_spec(__name__, [folder for folder in sys.path if Path(folder).resolve() != own_folder])
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

@@ -2,11 +2,11 @@
 
 A model that mixes full attention and sliding windows has several KV cache groups in vLLM, each with its own block table
 over one pool of equal blocks. Blocks before a window are freed while the request runs. The connector sees one request
-for each group, a *part* (not the `Part` of a lookup buffer). The part's prompt is the section that the group needs,
+for each group, a *section* (not the `Part` of a lookup buffer). Its prompt is the range that the group needs,
 from the block in which the window begins; it has its own blocks and its own transfer id. So there is one hand-off for
 each group, and the connector does not know about groups.
 
-A part ends before the prompt's last token. The consumer computes that token again, for which it needs the token's
+A section ends before the prompt's last token. The consumer computes that token again, for which it needs the token's
 window. So the producer must keep that window: both sides compute where it begins with `first_block`.
 """
 
@@ -29,8 +29,8 @@ BlocksOf = Callable[[str], Sequence[Sequence[int]]]
 """vLLM's function from a request id to its block ids, by group."""
 
 
-class WholePart:
-    """The only part of a request if there is one KV cache group: the whole request."""
+class WholeSection:
+    """The only section of a request if there is one KV cache group: the whole request."""
 
     group = 0
     is_window = False
@@ -39,21 +39,21 @@ class WholePart:
         self.view: RequestView = view
 
     def blocks(self, block_ids: Sequence[Sequence[int]]) -> Sequence[int]:
-        """The block ids of this part's group."""
+        """The block ids of this section's group."""
         [group_blocks] = block_ids
         return group_blocks
 
-    def position(self, num_tokens: int) -> int:
-        """Number of tokens among the request's first `num_tokens` that belong to the part."""
+    def num_tokens_within(self, num_tokens: int) -> int:
+        """Number of tokens among the request's first `num_tokens` that lie in the section."""
         return num_tokens
 
     def chunk(self, start: int, num_tokens: int, blocks_of: BlocksOf, request_id: str) -> ScheduledChunk:
-        """The part's share of a chunk of the request."""
+        """The section's share of a chunk of the request."""
         return ScheduledChunk(self.view, start, num_tokens, _Blocks(self, blocks_of, request_id))
 
 
-class GroupPart:
-    """One group's part of a request. `window`: the group's sliding window in tokens; None: full attention."""
+class GroupSection:
+    """One group's section of a request. `window`: the group's sliding window in tokens; None: full attention."""
 
     def __init__(self, view: RequestAdapter, group: int, window: int | None, block_size: int, *, is_main: bool) -> None:
         self.group, self.is_window = group, window is not None
@@ -61,31 +61,31 @@ class GroupPart:
         self._first_block = first_block(_num_promised(view), window, block_size)
         self._first_token = self._first_block * block_size
         self.view: RequestView = _SectionView(
-            view, self._first_token, part_name(view.request_id, group), None if is_main else group
+            view, self._first_token, section_request_id(view.request_id, group), None if is_main else group
         )
 
     def blocks(self, block_ids: Sequence[Sequence[int]]) -> Sequence[int]:
-        """The block ids of this part's group."""
+        """The block ids of this section's group."""
         return block_ids[self.group][self._first_block :]
 
-    def position(self, num_tokens: int) -> int:
-        """Number of tokens among the request's first `num_tokens` that belong to the part."""
+    def num_tokens_within(self, num_tokens: int) -> int:
+        """Number of tokens among the request's first `num_tokens` that lie in the section."""
         return max(0, min(num_tokens - self._first_token, len(self.view.prompt_token_ids)))
 
     def chunk(self, start: int, num_tokens: int, blocks_of: BlocksOf, request_id: str) -> ScheduledChunk:
-        """The part's share of a chunk of the request. The last token of the part is left out until the whole prompt is
-        computed, so that nothing is written to a block after its announcement."""
-        first, end = self.position(start), self.position(start + num_tokens)
+        """The section's share of a chunk of the request. The last token of the section is left out until the whole
+        prompt is computed, so that nothing is written to a block after its announcement."""
+        first, end = self.num_tokens_within(start), self.num_tokens_within(start + num_tokens)
         if start + num_tokens < self._num_prompt:
             end = min(end, len(self.view.prompt_token_ids) - 1)
         return ScheduledChunk(self.view, first, max(0, end - first), _Blocks(self, blocks_of, request_id))
 
 
-Part = WholePart | GroupPart
+Section = WholeSection | GroupSection
 
 
 class _SectionView:
-    """A `RequestView` of a section of the prompt. The KV of the answer is not kept for the next turn: the KV of a
+    """A `RequestView` of one section. The KV of the answer is not kept for the next turn: the KV of a
     window can be reused only if all tokens up to the window are the same."""
 
     block_hashes: Sequence[BlockHash] = ()
@@ -115,29 +115,29 @@ class _SectionView:
 
 
 class Partition:
-    """Divides requests into parts. `windows`: each group's sliding window; None: full attention. The first group
+    """Divides requests into sections. `windows`: each group's sliding window; None: full attention. The first group
     without a window is the main one, whose ticket is the request's."""
 
     def __init__(self, windows: Sequence[int | None], block_size: int) -> None:
         self._windows, self._block_size = windows, block_size
         self.num_groups = len(windows)
-        self._order = sorted(range(self.num_groups), key=lambda group: windows[group] is not None)
+        self._groups = sorted(range(self.num_groups), key=lambda group: windows[group] is not None)
 
-    def parts(self, view: RequestAdapter) -> list[Part]:
-        """The parts of a request, the main one first."""
+    def sections(self, view: RequestAdapter) -> list[Section]:
+        """The sections of a request, the main one first."""
         if self.num_groups == 1:
-            return [WholePart(view)]
-        main = self._order[0]
+            return [WholeSection(view)]
+        main = self._groups[0]
         return [
-            GroupPart(view, group, self._windows[group], self._block_size, is_main=group == main)
-            for group in self._order
+            GroupSection(view, group, self._windows[group], self._block_size, is_main=group == main)
+            for group in self._groups
         ]
 
-    def names(self, request_id: str) -> list[str]:
-        """The request ids of a request's parts, the main one first."""
+    def request_ids(self, request_id: str) -> list[str]:
+        """The request ids of a request's sections, the main one first."""
         if self.num_groups == 1:
             return [request_id]
-        return [part_name(request_id, group) for group in self._order]
+        return [section_request_id(request_id, group) for group in self._groups]
 
 
 def first_block(num_tokens: int, window: int | None, block_size: int) -> int:
@@ -146,21 +146,21 @@ def first_block(num_tokens: int, window: int | None, block_size: int) -> int:
     return 0 if window is None else max(0, num_tokens - window + 1) // block_size
 
 
-def part_name(request_id: str, group: int) -> str:
-    """The request id of a part."""
+def section_request_id(request_id: str, group: int) -> str:
+    """The request id of a section."""
     return f"{request_id}#{group}"
 
 
 def by_group(report: TransferReport) -> dict[int, TransferReport]:
-    """Divide a report about parts into one report for each group, with the ids of the whole requests."""
+    """Divide a report about sections into one report for each group, with the ids of the whole requests."""
     reports: defaultdict[int, TransferReport] = defaultdict(list)
     for event in report:
-        request_id, group = _split_name(event.request_id)
+        request_id, group = _split_request_id(event.request_id)
         reports[group].append(msgspec.structs.replace(event, request_id=request_id))
     return reports
 
 
-def _split_name(name: str) -> tuple[str, int]:
+def _split_request_id(name: str) -> tuple[str, int]:
     request_id, _, group = name.rpartition("#")
     return request_id, int(group)
 
@@ -178,8 +178,8 @@ def _num_promised(view: RequestAdapter) -> int:
 
 
 def _hand_off_of(hand_off: HandOff, first_token: int, group: int | None) -> HandOff:
-    """The hand-off of one part. `group` None: the main part, whose ticket is the request's. The KV of earlier turns is
-    not fetched."""
+    """The hand-off of one section. `group` None: the main section, whose ticket is the request's. The KV of earlier
+    turns is not fetched."""
     match hand_off:
         case Produce(transfer_id=transfer_id):
             return Produce(_transfer_id_of(transfer_id, group))
@@ -203,15 +203,15 @@ def _transfer_id_of(transfer_id: str, group: int | None) -> str:
 
 
 class _Blocks(Sequence[int]):
-    """The block ids of a part, which are read from vLLM on first use."""
+    """The block ids of a section, which are read from vLLM on first use."""
 
-    def __init__(self, part: Part, blocks_of: BlocksOf, request_id: str) -> None:
-        self._part, self._blocks_of, self._request_id = part, blocks_of, request_id
+    def __init__(self, section: Section, blocks_of: BlocksOf, request_id: str) -> None:
+        self._section, self._blocks_of, self._request_id = section, blocks_of, request_id
         self._block_ids: Sequence[int] | None = None
 
     def _ids(self) -> Sequence[int]:
         if self._block_ids is None:
-            self._block_ids = self._part.blocks(self._blocks_of(self._request_id))
+            self._block_ids = self._section.blocks(self._blocks_of(self._request_id))
         return self._block_ids
 
     @overload
