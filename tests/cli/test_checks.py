@@ -257,7 +257,7 @@ def test_a_library_that_is_not_installed(name: str, modules: Sequence[str], monk
         (["--max-model-len", "0"], "--max-model-len must be at least 1"),
         (["--num-threads", "0"], "--num-threads must be at least 1"),
         (["--max-restarts", "-1"], "--max-restarts must not be negative"),
-        (["--instance-ports", "65535", "--prefill", "1"], "--instance-ports must be between"),
+        (["--instance-ports", "65535", "--prefill", "1"], "the last instance's port would be 65536"),
         (["--prefill", "1", "--host", "nowhere.invalid"], "--host nowhere.invalid is not an address"),
         (
             ["--kv-transfer-config", '{"kv_connector":"P2pConnector","kv_connector_extra_config":{"strems":2}}'],

@@ -37,7 +37,7 @@ def test_what_an_address_says() -> None:
         ("file:/x?max_bytes=-1", "is not a size"),
         ("file:/x?access=world", "access"),
         ("valkey:host", "a server is named as"),
-        ("unix://:secret@/run/valkey.sock", "no host is named"),
+        ("unix://:secret@/run/valkey.sock", "the URL names no host"),
         ("valkey://host:port", "store"),
         ("valkey://host?tls_ca=/x", "valkeys://"),
         ("valkey://host?password_file=/no/such", "password_file: /no/such: No such file"),
