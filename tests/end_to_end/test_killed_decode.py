@@ -88,7 +88,7 @@ def require_equal(library: str, count: int, alone: KvferryProcess, killed: Kille
     assert not [result for result in expected.values() if isinstance(result, str) and "Error: " in result[:60]]
     assert killed.continuations("failed") == 0
     assert killed.router.metric("kvferry_router_hand_offs_total") > 0
-    killed.prefill.process.require_clean()
+    killed.prefill.require_clean()
     num_kills, num_continued = killed.num_kills - before[0], killed.continuations("done") - before[1]
     print(f"\n{library}: {count} calls, {num_kills} kills, {num_continued:.0f} continued, {took_s:.0f} s")
 

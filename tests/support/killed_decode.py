@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from support.members import Member
 from support.processes import KvferryProcess, kvferry
@@ -17,14 +18,24 @@ ROUTER = (
 )
 
 
+class Restarted(Protocol):
+    """An instance that a test kills."""
+
+    process: KvferryProcess
+    """The one that serves now."""
+
+    def restart(self) -> None:
+        """Kill it, and start another one at its address; returns when it serves."""
+
+
 class Killed:
-    """A prefill instance, two decode instances and their router. While `killing`, decode instances with running
-    requests are killed, one after another, and started again."""
+    """A prefill instance, decode instances and their router. While `killing`, decode instances with running requests
+    are killed, one after another, and started again."""
 
     pause_s = 0.7
     """Seconds that an instance runs requests before it is killed."""
 
-    def __init__(self, prefill: Member, decode: list[Member], router: KvferryProcess, seed: int) -> None:
+    def __init__(self, prefill: KvferryProcess, decode: Sequence[Restarted], router: KvferryProcess, seed: int) -> None:
         self.prefill, self.decode, self.router = prefill, decode, router
         self.num_kills = 0
         self._random = random.Random(seed)
@@ -75,4 +86,4 @@ def killed_decode(model: Path, folder: Path, *, seed: int = 1) -> Iterator[Kille
         prefill, *decode = members
         urls = [f"--{member.role}-url={member.process.url}" for member in members]
         router = stack.enter_context(kvferry("router", *urls, *ROUTER, log=folder / "router.log"))
-        yield Killed(prefill, decode, router, seed)
+        yield Killed(prefill.process, decode, router, seed)

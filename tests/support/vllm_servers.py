@@ -71,6 +71,39 @@ def vllm_servers(folder: Path, **wanted: Server) -> Iterator[dict[str, KvferryPr
         yield {name: ready() for name, ready in waiting.items()}
 
 
+class RestartedServer:
+    """A server that a test kills, and that comes back at its address."""
+
+    def __init__(self, server: Server, folder: Path, name: str, cores: set[int]) -> None:
+        """`folder`: of its logs. Nothing is started."""
+        self._server, self._folder, self._name, self._cores = server, folder, name, cores
+        self._num_starts = 0
+        self._stack = ExitStack()
+        self._ready: Callable[[], KvferryProcess]
+        self.process: KvferryProcess
+
+    def begin(self) -> None:
+        """Start it, without waiting."""
+        self._num_starts += 1
+        log = self._folder / f"{self._name}-{self._num_starts}.log"
+        self._ready = self._stack.enter_context(_begun(self._server, log, self._cores))
+
+    def wait(self) -> None:
+        """Until it serves."""
+        self.process = self._ready()
+
+    def restart(self) -> None:
+        """Kill it, and start it again."""
+        kill(self.process)
+        self._stack.close()
+        self.begin()
+        self.wait()
+
+    def stop(self) -> None:
+        """End it, if it runs."""
+        self._stack.close()
+
+
 @contextmanager
 def _begun(server: Server, log: Path, cores: set[int]) -> Iterator[Callable[[], KvferryProcess]]:
     transfer = [] if server.transfer is None else [f"--kv-transfer-config={json.dumps(server.transfer)}"]

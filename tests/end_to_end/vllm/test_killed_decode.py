@@ -1,23 +1,33 @@
-"""Clients of vLLM servers of which a decode server dies in the middle of their answers: no error, and every answer is
-that of one server."""
+"""Clients of vLLM servers whose decode servers are killed in the middle of answers: no error, and every answer is that
+of one server.
+
+`KVFERRY_CALLS` says how many calls both libraries make together, `KVFERRY_SEED` which server is killed when.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.processes import kvferry, until
-from support.vllm_servers import Server, kill, router_before_all, vllm_servers
+from support.client_calls import NUM_QUESTIONS
+from support.killed_decode import Killed
+from support.ports import free_port
+from support.processes import kvferry
+from support.vllm_servers import RestartedServer, Server, router_before_all
 
-pytestmark = [pytest.mark.vllm, pytest.mark.full, pytest.mark.processes, pytest.mark.timeout(900)]
+NUM_CALLS = int(os.environ.get("KVFERRY_CALLS", "30"))
+SEED = int(os.environ.get("KVFERRY_SEED", "1"))
+TIMEOUT_S = 400 + 4 * NUM_CALLS
+pytestmark = [pytest.mark.vllm, pytest.mark.full, pytest.mark.processes, pytest.mark.timeout(900 + TIMEOUT_S)]
 
-ROLES = {"prefill": "prefill", "first": "decode", "second": "decode"}
 PROGRAM = Path(__file__).parents[2] / "support/client_calls.py"
 P2P = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"lease_s": 8, "timeout_s": 6}}
 PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
@@ -35,39 +45,63 @@ CALLS = {
     ],
     "anthropic": ["schema, streamed", "forced call, streamed", "text, streamed"],
 }
-TIMEOUT_S = 400
+NUM_ROUNDS = max(1, NUM_CALLS // sum(map(len, CALLS.values())))
+"""How often each call is made; its questions repeat themselves after `NUM_QUESTIONS`."""
 
 
-def calls(url: str, folder: Path, while_running: Callable[[], None] = lambda: None) -> dict[str, dict[str, Any]]:
-    """The results of each library's calls by their names, of both libraries at once. Each is called with three
-    questions."""
+class KilledServers(Killed):
+    """vLLM servers start slowly: the next one is killed soon after all of them serve."""
+
+    pause_s = 5.0
+
+
+@contextmanager
+def killed_servers(folder: Path) -> Iterator[Killed]:
+    """A prefill server, two decode servers and a router before them."""
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        servers = []
+        for index, role in enumerate(("prefill", "decode", "decode")):
+            server = Server(role, P2P, (*PARSERS, *COMPACT), port=free_port())
+            servers.append(RestartedServer(server, folder, f"{role}-{index}", {cores[index % len(cores)]}))
+            stack.callback(servers[-1].stop)
+            servers[-1].begin()
+        for started in servers:
+            started.wait()
+        prefill, *decode = servers
+        urls = [server.process for server in decode]
+        flags = ("--disaggregate-from=0", "--continuations=12")
+        router = stack.enter_context(router_before_all(folder, [prefill.process], urls, *flags))
+        yield KilledServers(prefill.process, decode, router, SEED)
+
+
+def calls(url: str, folder: Path, num_rounds: int) -> dict[str, list[tuple[str, Any]]]:
+    """Names and results of the calls of both libraries, which run at once."""
     running = {}
     for library, names in CALLS.items():
-        command = [sys.executable, str(PROGRAM), url, library, str(3 * len(names)), "5", *names]
+        command = [sys.executable, str(PROGRAM), url, library, str(num_rounds * len(names)), "5", *names]
         running[library] = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
-    while_running()
     printed = {library: process.communicate(timeout=TIMEOUT_S)[0] for library, process in running.items()}
-    return {library: dict(json.loads(text.splitlines()[-1])) for library, text in printed.items()}
+    return {
+        library: [(name, result) for name, result in json.loads(text.splitlines()[-1])]
+        for library, text in printed.items()
+    }
 
 
-def test_a_decode_server_dies(tmp_path: Path) -> None:
-    arguments = (*PARSERS, *COMPACT)
-    wanted = {name: Server(role, P2P, arguments) for name, role in ROLES.items()}
-    with vllm_servers(tmp_path, **wanted) as servers:
-        prefill, *decode = servers.values()
-        with router_before_all(tmp_path, [prefill], decode, "--disaggregate-from=0") as router:
-            with kvferry("router", f"--decode-url={decode[0].url}", log=tmp_path / "alone.log") as alone:
-                expected = calls(alone.url, tmp_path)
-
-            def kill_one() -> None:
-                until(lambda: decode[1].metric("vllm:num_requests_running") > 1, timeout_s=60)
-                kill(decode[1])
-
-            results = calls(router.url, tmp_path, kill_one)
-            for library, by_name in expected.items():
-                errors = [name for name, result in by_name.items() if "Error: " in str(result)[:60]]
-                assert not errors, (errors, by_name[errors[0]])
-                assert results[library] == by_name
-            assert router.metric("kvferry_router_hand_offs_total") > 0
-            assert router.metric("kvferry_router_continuations_total", outcome="done") > 0
-            assert router.metric("kvferry_router_continuations_total", outcome="failed") == 0
+def test_decode_servers_are_killed(tmp_path: Path) -> None:
+    with killed_servers(tmp_path) as killed:
+        with kvferry("router", f"--decode-url={killed.decode[0].process.url}", log=tmp_path / "alone.log") as alone:
+            expected = calls(alone.url, tmp_path, min(NUM_ROUNDS, NUM_QUESTIONS))
+        with killed.killing():
+            results = calls(killed.router.url, tmp_path, NUM_ROUNDS)
+        for library, pairs in results.items():
+            right = dict(expected[library])
+            assert not [result for result in right.values() if "Error: " in str(result)[:60]]
+            wrong = [(name, result, right[name]) for name, result in pairs if result != right[name]]
+            assert not wrong, (library, len(wrong), wrong[:5])
+        assert killed.num_kills > 0
+        assert killed.router.metric("kvferry_router_hand_offs_total") > 0
+        assert killed.continuations("done") > 0
+        assert killed.continuations("failed") == 0
+        num_calls = sum(map(len, results.values()))
+        print(f"\n{num_calls} calls, {killed.num_kills} kills, {killed.continuations('done'):.0f} continued")
