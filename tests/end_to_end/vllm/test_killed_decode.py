@@ -50,9 +50,9 @@ NUM_ROUNDS = max(1, NUM_CALLS // sum(map(len, CALLS.values())))
 
 
 class KilledServers(Killed):
-    """vLLM servers start slowly: the next one is killed soon after all of them serve."""
+    """A start of vLLM takes most of the machine, so there is a pause after it."""
 
-    pause_s = 5.0
+    pause_s = min(40.0, NUM_CALLS / 6)
 
 
 @contextmanager
