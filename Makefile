@@ -108,9 +108,9 @@ soak: $(STAMP)  ## thousands of random faults against real processes, and of sim
 		tests/end_to_end/test_fleet_changes.py tests/end_to_end/test_fleet_ray.py $(ARGS)
 	@$(MAKE) hunt SEEDS=$(or $(SEEDS),2001-12000)
 
-hunt: $(STAMP)  ## thousands of simulations in which a seed decides what breaks (SEEDS=1-2000 JOBS=2)
+hunt: $(STAMP)  ## thousands of simulations in which a seed decides what breaks (SEEDS=1-2000 FLEET_SEEDS=1-150 JOBS=2)
 	@$(BIN)/python -m hunts $(or $(SEEDS),1-2000) --jobs $(or $(JOBS),2) --twice 40
-	@$(BIN)/python -m hunts $(or $(SEEDS),1-150) --jobs $(or $(JOBS),2) --twice 40 --fleet
+	@$(BIN)/python -m hunts $(or $(FLEET_SEEDS),$(SEEDS),1-150) --jobs $(or $(JOBS),2) --twice 40 --fleet
 
 check: $(STAMP)  ## formatting, lint, types, borders, words
 	@$(BIN)/ruff format --check .
