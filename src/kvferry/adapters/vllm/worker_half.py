@@ -57,7 +57,7 @@ class _Progress:
     """A mark after all work of earlier steps."""
     is_started: bool = False
     marks: defaultdict[int, list[DeviceMark]] = field(default_factory=lambda: defaultdict(list))
-    """The marks of the computed layers at each layer_position (`_LayerPositions`); several for one layer if vLLM runs a
+    """The marks of the computed layers at each layer position (`_LayerPositions`); several for one layer if vLLM runs a
     step in micro-batches."""
 
 

@@ -71,7 +71,7 @@ class WorkerRequest(msgspec.Struct):
 
 
 def engine_request(message: Mapping[str, Any], engine: EngineClient, *, is_prefill: bool) -> Request:
-    """The request for kvferry's engine. `engine`: the engine. `is_prefill`: the request is handed off after its
+    """The request for `engine`, kvferry's. `is_prefill`: the request is handed off after its
     prefill. Raises `InvalidRequest`."""
     try:
         worker_request = msgspec.convert(message, WorkerRequest)

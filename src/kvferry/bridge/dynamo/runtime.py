@@ -101,7 +101,7 @@ class WorkerClient:
     async def call(
         self, worker_id: int, request: dict[str, Any], *, accept_s: float, silence_s: float
     ) -> AsyncGenerator[Any]:
-        """Call a worker, and yield the outputs of its outputs for one request. Closing the generator makes the worker
+        """Call a worker, and yield its outputs for one request. Closing the generator makes the worker
         stop. `accept_s`: maximum seconds until the worker accepts the request; `silence_s`: between two outputs. Raises
         `WorkerLost`, also after these times, and other `RequestError`s."""
         context = self._make_context()

@@ -24,7 +24,7 @@ class Status(Enum):
 
 @dataclass(slots=True)
 class LoadMeetingPoint:
-    """The KV of tokens `[start, end)` is loaded while the tokens before `first` are computed. `is_loaded`: the KV has
+    """The KV of tokens `[start, end)` is loaded while the tokens before `start` are computed. `is_loaded`: the KV has
     arrived."""
 
     start: int

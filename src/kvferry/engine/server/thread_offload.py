@@ -36,7 +36,7 @@ class ThreadOffload:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Result:
-        """Call `function` directly, or in a thread if it is `in_thread`.
+        """Call `function` directly, or in a thread if `in_thread`.
 
         Raises the function's errors, `QueueFull` if too many calls wait, and `Unavailable` if it takes too long. A
         thread cannot be ended, so it counts as running until its function returns.

@@ -48,7 +48,7 @@ class ReadyWriter:
         self._write(StartProgress(fraction, phase))
 
     def ready(self, description: Mapping[str, Any]) -> None:
-        """Report that requests are answered, at `about["url"]`; `description` may have a `health_url` too."""
+        """Report that requests are answered, at `description["url"]`; `description` may have a `health_url` too."""
         self._write(InstanceReady(description["url"], description.get("health_url", "")))
 
     def _write(self, message: Message) -> None:

@@ -69,7 +69,7 @@ LWS_LEADER, LWS_WORKER = (InstancePod(index, "$(LWS_LEADER_ADDRESS)") for index 
 
 
 class PodTemplates:
-    """Renders the pod templates of one fleet's pods."""
+    """Renders the pod templates of one fleet."""
 
     lock_age_s = 60
     """A controller writes to its lock file every second. If the file is older than these seconds, the controller counts
