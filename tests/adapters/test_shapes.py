@@ -116,7 +116,7 @@ def test_what_cannot_be_moved_names_the_way_out(specs: Any) -> None:
 )
 @pytest.mark.parametrize("several", [True, False])
 def test_recurrent_layers_are_refused_by_their_cache(specs: Any, *, several: bool) -> None:
-    with pytest.raises(ConfigError, match="neither hand it off nor keep it"):
+    with pytest.raises(ConfigError, match="neither hand it off nor store it"):
         shape_of(*specs(), several=several)
 
 
@@ -169,7 +169,7 @@ def test_every_family_with_a_state_is_refused_where_vllm_does_not_know_it() -> N
     for family in families:
         with suppress(CannotBuildSmall):
             config = make_config(Case(family))
-            with pytest.raises(ConfigError, match="neither hand it off nor keep it"):
+            with pytest.raises(ConfigError, match="neither hand it off nor store it"):
                 require_attention_only(model_of(hf_config=config, hf_text_config=config.get_text_config()))
 
 

@@ -51,8 +51,9 @@ class Operation:
     """True if the router has the path too."""
 
 
-_GENERATE = (400, 401, 404, 408, 413, 429, 500, 502, 503)
-_READ = (400, 401, 404, 413, 429, 500, 503)
+_GENERATION_ERRORS = (400, 401, 404, 408, 413, 429, 500, 502, 503)
+_BODY_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503)
+"""Errors of paths that read a body, and generate nothing."""
 
 
 def _object(**properties: Schema) -> Schema:
@@ -94,7 +95,7 @@ _TOKENIZATION = (
         (requests.TokenizeCompletionRequest, requests.TokenizeChatRequest),
         answers.Tokens,
         examples={"text": {"prompt": "Hello"}, "chat": {"messages": [{"role": "user", "content": "Hello"}]}},
-        errors=_READ,
+        errors=_BODY_ERRORS,
     ),
     Operation(
         "/detokenize",
@@ -104,7 +105,7 @@ _TOKENIZATION = (
         (requests.DetokenizeRequest,),
         answers.Detokenized,
         examples={"tokens": {"tokens": [1, 2, 3]}},
-        errors=_READ,
+        errors=_BODY_ERRORS,
     ),
 )
 
@@ -122,7 +123,7 @@ OPERATIONS = (
             "stream": {"prompt": "def add(a, b):", "max_tokens": 16, "temperature": 0, "stream": True},
             "tokens": {"prompt": [1, 2, 3], "max_tokens": 1, "logprobs": 2},
         },
-        _GENERATE,
+        _GENERATION_ERRORS,
     ),
     Operation(
         "/v1/chat/completions",
@@ -141,7 +142,7 @@ OPERATIONS = (
                 "stream_options": {"include_usage": True},
             },
         },
-        _GENERATE,
+        _GENERATION_ERRORS,
     ),
     Operation(
         MESSAGES_PATH,
@@ -152,7 +153,7 @@ OPERATIONS = (
         _MESSAGE,
         _TYPED_EVENT,
         {"whole": {"model": "m", "max_tokens": 16, "messages": [{"role": "user", "content": "Where does it go?"}]}},
-        _GENERATE,
+        _GENERATION_ERRORS,
         AnthropicErrorBody,
     ),
     Operation(
@@ -163,7 +164,7 @@ OPERATIONS = (
         (CountTokensRequest,),
         _object(input_tokens={"type": "integer"}),
         examples={"one": {"model": "m", "messages": [{"role": "user", "content": "Where does it go?"}]}},
-        errors=_READ,
+        errors=_BODY_ERRORS,
         error=AnthropicErrorBody,
     ),
     Operation(
@@ -175,7 +176,7 @@ OPERATIONS = (
         _RESPONSE,
         _TYPED_EVENT,
         {"whole": {"input": "Where does the ferry go?", "max_output_tokens": 16}},
-        _GENERATE,
+        _GENERATION_ERRORS,
     ),
     Operation(
         INPUT_TOKENS_PATH,
@@ -185,7 +186,7 @@ OPERATIONS = (
         (InputTokensRequest,),
         _object(input_tokens={"type": "integer"}, object={"const": "response.input_tokens"}),
         examples={"text": {"input": "Where does the ferry go?"}},
-        errors=_READ,
+        errors=_BODY_ERRORS,
     ),
     Operation(
         f"{RESPONSES_PATH}/{{response_id}}",
@@ -220,7 +221,9 @@ OPERATIONS = (
         errors=(400, 404),
     ),
     Operation("/v1/models", "get", "listModels", "The names the model is served under.", answer=answers.ModelList),
-    Operation("/v1/models/{model}", "get", "getModel", "One of them.", answer=answers.Model, errors=(404,)),
+    Operation(
+        "/v1/models/{model}", "get", "getModel", "One of the models, by its name.", answer=answers.Model, errors=(404,)
+    ),
     *_TOKENIZATION,
     *(replace(operation, path=f"/v1{operation.path}", name=f"{operation.name}V1") for operation in _TOKENIZATION),
     Operation(
@@ -288,7 +291,7 @@ OPERATIONS = (
         (requests.AbortRequest,),
         _object(aborted={"type": "integer"}),
         examples={"one": {"request_ids": ["cmpl-0123456789abcdef"]}},
-        errors=_READ,
+        errors=_BODY_ERRORS,
         on_router=False,
     ),
     Operation("/metrics", "get", "metrics", "What Prometheus scrapes."),
@@ -301,7 +304,7 @@ OPERATIONS = (
         (requests.ReleaseRequest,),
         _object(released={"type": "boolean"}),
         examples={"one": {"transfer_id": "cmpl-0123456789abcdef"}},
-        errors=_READ,
+        errors=_BODY_ERRORS,
         on_router=False,
     ),
     Operation(
@@ -312,7 +315,7 @@ OPERATIONS = (
         (requests.KeptRequest,),
         KeptBlocks,
         examples={"pinned": {"tokens": [1, 2, 3], "pin": True}, "unpinned": {"tokens": [1, 2, 3], "pin": False}},
-        errors=_READ,
+        errors=_BODY_ERRORS,
         on_router=False,
     ),
     Operation(
@@ -327,7 +330,7 @@ OPERATIONS = (
         "/kvferry/check",
         "get",
         "check",
-        "Whether something is kept though no request is left.",
+        "Whether blocks or leases are held although no request runs.",
         answer=_object(ok={"type": "boolean"}),
         errors=(500, 503),
         on_router=False,
@@ -339,12 +342,12 @@ OPERATIONS = (
 _ERRORS = {
     400: "The request is wrong; `param` names the field.",
     401: "The server has keys, and the request brings none of them.",
-    404: "There is no such model or path.",
+    404: "There is no such model, stored response or path.",
     408: "The body did not come in time.",
     413: "The body is too long.",
     429: "The queue is full: come back later.",
     500: "An unexpected error; the log has it under the request id.",
-    502: "The KV of this request could not be had, and the policy is to fail then.",
+    502: "The KV of this request could not be loaded, and `kv_load_failure_policy` is `fail`.",
     503: "Nothing is there to serve the request now, or the server is about to end.",
 }
 

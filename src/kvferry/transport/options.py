@@ -52,7 +52,7 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
     """PEM file of the certificate's private key, if `tls_cert` does not contain it."""
 
     tls_ca: str = ""
-    """PEM file of the authority that has signed the certificates of all instances, and no others."""
+    """PEM file of an authority that has signed the certificates of all instances, and nothing else."""
 
     tls_control_only: bool = False
     """Accept a transport that TLS does not cover (`nixl`, `mooncake`, `gloo`, `nccl`), because its network is
@@ -92,7 +92,7 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def options_of(config: KVTransferConfig) -> TransportOptions:
-    """Read the options strictly. Raises `ConfigError` with the wrong key."""
+    """Read the options strictly. Raises `ConfigError`, which names the wrong key."""
     extra = config.kv_connector_extra_config
     if extra.get("lookup_buffer") == "valkey" or "valkey_url" in extra:
         raise ConfigError(

@@ -35,7 +35,7 @@ def test_one_group_is_the_request_itself() -> None:
     assert section.view is view
     assert section.blocks([[3, 4, 5]]) == [3, 4, 5]
     assert section.num_tokens_within(7) == 7
-    assert partition(None).names("r") == ["r"]
+    assert partition(None).request_ids("r") == ["r"]
 
 
 def test_the_main_section_comes_first_and_has_the_ticket() -> None:
@@ -43,7 +43,7 @@ def test_the_main_section_comes_first_and_has_the_ticket() -> None:
     assert (whole.group, windowed.group) == (1, 0)
     assert whole.view.hand_off == Produce("t")
     assert windowed.view.hand_off.transfer_id not in ("t", "")
-    assert partition(6, None).names("r") == [whole.view.request_id, windowed.view.request_id]
+    assert partition(6, None).request_ids("r") == [whole.view.request_id, windowed.view.request_id]
     assert whole.view.finish_reason is None, "it is not kept for another turn"
 
 

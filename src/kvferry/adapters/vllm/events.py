@@ -46,10 +46,10 @@ class VllmBlockEvents:
     only."""
 
     max_blocks = 2**16
-    """Maximum number of blocks whose names are kept for events. The oldest ones are dropped first."""
+    """Maximum number of blocks whose names are kept for events. The oldest ones are dropped, but no pending ones."""
     report_timeout_s = 60.0
-    """If no block is reported for this many seconds, pending blocks are dropped: the connector, which is one of
-    several, is lost."""
+    """If no block is reported for this many seconds, pending blocks are dropped: one child of a `MultiConnector`
+    is lost, and the others go on."""
 
     def __init__(self, block_size: int, num_ranks: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._block_size, self._num_ranks, self._clock = block_size, num_ranks, clock

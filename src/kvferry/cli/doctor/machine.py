@@ -1,5 +1,5 @@
 """Findings about this machine: what kvferry needs of it, and its GPUs, the links between them and RDMA, from what
-drivers' tools print and /sys says. Changes and starts nothing, and takes at most a few seconds."""
+drivers' tools print and /sys says. Changes nothing. It runs these tools, each for a few seconds at most."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _EXAMPLES: Mapping[str, Any] = {
 }
 """Example values of keys that have no default, or whose default is "none"."""
 _TABLES = ("engine", "role", "router", "unit", "roll", "failure", "backend", "scale", "keys")
-_ELSEWHERE = ("kubernetes", "ray", "options")
+_BACKEND_TABLES = ("kubernetes", "ray", "options")
 """Tables that only one kind of backend has. The pages of these backends describe them."""
 
 
@@ -97,7 +97,7 @@ def spec_lines(name: str, model: str, path: Path | None = None) -> Iterator[str]
     yield from _settings(ENGINE_KEYS)
     yield from _table("roll", RollSpec, {})
     yield from _table("failure", FailureSpec, {})
-    yield from _table("backend", Backend, {}, without=_ELSEWHERE)
+    yield from _table("backend", Backend, {}, without=_BACKEND_TABLES)
     yield from _table("scale", ScaleSpec, None)
     yield from _table("unit", Unit, None)
 
@@ -110,8 +110,8 @@ def _table(
     *,
     brief: bool = False,
 ) -> Iterator[str]:
-    """The lines of one table. `values`: keys that are set; None: the whole table is commented out. `brief`: leave out
-    comments that the table before has too."""
+    """The lines of one table. `values`: keys that are set; None: the whole table is commented out. `brief`: only the
+    keys that are set, without comments."""
     helps = field_help(kind)
     yield ""
     if name:

@@ -50,7 +50,9 @@ def render(
     values = Values()
     sys.stdout.write(values.write(manifests.render(fleet, values, token)))
     if not token and _needs_token(fleet):
-        sys.stderr.write(f"kvferry: there is no Secret among these, as {AUTH_TOKEN} is not set; {_how(fleet)}\n")
+        sys.stderr.write(
+            f"kvferry: there is no Secret among these, as {AUTH_TOKEN} is not set; {_token_command(fleet)}\n"
+        )
     return 0
 
 
@@ -59,7 +61,7 @@ def _needs_token(fleet: DesiredFleet) -> bool:
     return kubernetes is not None and kubernetes.token_secret is None
 
 
-def _how(fleet: DesiredFleet) -> str:
+def _token_command(fleet: DesiredFleet) -> str:
     assert fleet.backend.kubernetes is not None
     return (
         f"make it: kubectl -n {fleet.backend.kubernetes.namespace} create secret generic {fleet.name}-token"

@@ -46,10 +46,11 @@ def alias(flag: str) -> msgspec.Meta:
 
 
 COMMON = msgspec.Meta(extra={"common": True})
-"""Annotation of a field that most users set, or have to: `--help` shows its flag, and not `--help-all` alone."""
+"""Annotation of a field that many users set: its flag is in `--help`. The other flags are only in `--help-all`."""
 
 SECRET = msgspec.Meta(extra={"secret": True})
-"""Annotation of a field that is a secret: it is in no command line, no spec and no log."""
+"""Annotation of a secret. kvferry itself writes it into no command line, no spec file and no log; users may give it by
+a flag, which others on the machine can read."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def settings_fields(kind: type[msgspec.Struct]) -> tuple[SettingsField, ...]:
 
 
 def changed(settings: Settings, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields that differ from their defaults, as values of TOML."""
+    """The fields that differ from their defaults, as values of TOML. Fields that are required or have a default factory
+    are always among them."""
     return {
         field.name: to_builtins(value)
         for field in settings_fields(type(settings))

@@ -1,7 +1,7 @@
 """The two attention operations, each computed by the fastest implementation that fits.
 
 KV cache of one layer: `[num_blocks, kv_heads, block_size * (key_dim + value_dim)]`. Within a head of a block, the keys
-`[block_size, key_dim]` come first, then the values `[block_size, value_dim]`. Values behind the end of a sequence are
+`[block_size, key_dim]` come first, then the values `[block_size, value_dim]`. Values beyond the end of a sequence are
 undefined, and may be NaN.
 """
 

@@ -15,8 +15,8 @@ from kvferry.engine.server.assembly import Detokenizer
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS, TextCodec
 
 _CHUNK_CHARACTERS = 2**20
-"""The tokens of longer texts are counted in chunks of this length before the text is encoded, because each token's
-record takes about 100 bytes."""
+"""The tokens of longer texts are counted in chunks of this length before the text is encoded, because the
+tokenizer's record of a token takes about 100 bytes."""
 
 _MAX_TRUNCATED_CHARACTERS = 2**20
 """Longest text that is encoded in order to be truncated."""
@@ -33,7 +33,7 @@ class Prompt:
 async def completion_prompts(
     body: CompletionRequest, prompts: Sequence[str | list[int]], codec: TextCodec, max_model_len: int
 ) -> list[Prompt]:
-    """Encode the prompts of a completion request (`split_prompts`). Raises `InvalidRequest`."""
+    """Encode the prompts of a completion request; `prompts`: from `split_prompts`. Raises `InvalidRequest`."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:
         return [Prompt(cast(list[int], prompt)) for prompt in prompts]

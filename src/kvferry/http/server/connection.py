@@ -355,15 +355,15 @@ class ServerConnection(asyncio.Protocol):
 
     def _log(self, response: Response) -> None:
         request = response.request
-        has_left = not response.ended or response.was_cut
+        is_incomplete = not response.ended or response.was_cut  # the client has left, or the answer was cut
         milliseconds = (self._service.loop.time() - request.arrived) * 1000
         fields = {
             "client": self.client, "method": request.method, "target": request.target, "status": response.status,
-            "bytes": response.num_bytes, "duration_ms": round(milliseconds, 1), "left": has_left,
+            "bytes": response.num_bytes, "duration_ms": round(milliseconds, 1), "left": is_incomplete,
         }  # fmt: skip
         access_logger.info(
             '%s "%s %s" %s %d %.1f ms %s',
             self.client, request.method, request.target, response.status or "-", response.num_bytes,
-            milliseconds, request.id + (" left" if has_left else ""),
+            milliseconds, request.id + (" left" if is_incomplete else ""),
             extra={"fields": fields, "request_id": request.id},
         )  # fmt: skip

@@ -34,8 +34,7 @@ class EventFeeds:
     def __init__(
         self, instances: Iterable[Instance], index: PrefixIndex, metrics: Metrics, configured: Iterable[str]
     ) -> None:
-        """`instances` is called again whenever the list is needed. Raises `ConfigError` when a setting is not an
-        address."""
+        """`instances` is iterated again at each reconciliation. Raises `ConfigError` if a setting is not an address."""
         self._instances, self._index, self._metrics = instances, index, metrics
         self._configured = dict(parse_events_address(setting) for setting in configured)
         self._tasks: dict[Instance, tuple[EventsAddress, asyncio.Task[None]]] = {}

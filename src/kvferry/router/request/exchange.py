@@ -161,7 +161,7 @@ class Exchange:
                 if form.uses_rendezvous:
                     if hand_off.outcome == "failed":
                         placement.failed(prefill)
-                    hand_off.abandon()
+                    hand_off.void_rendezvous()
                     return None
             match hand_off.outcome:
                 case "waiting":

@@ -50,8 +50,10 @@ class HandOff:
         self.outcome: PrefillOutcome = "waiting"
         self.ticket: Any = form.early
         """The ticket for D: the early ticket, if there is one, until P's ticket has arrived."""
-        self.matches_early_ticket, self.is_without_kv = True, False
-        """P's ticket comes from the engine that the early one named; no store took P's KV."""
+        self.matches_early_ticket = True
+        """P's ticket comes from the engine that the early ticket names."""
+        self.is_without_kv = False
+        """No store took P's KV."""
         self.decode_has_ticket, self._is_held = False, True
         self.decode_leg: Leg | None = None
         """D's leg, if it was called with the early ticket."""
@@ -111,14 +113,14 @@ class HandOff:
 
     def give_up(self) -> None:
         """End P's leg without a hand-off. The ticket of earlier turns goes back for the next P, unless P may have begun
-        to fetch."""
+        to fetch. The caller settles or releases afterwards."""
         self.leg.close()
         ticket, self._previous_ticket = self._previous_ticket, None
         if ticket is not None and self._conversation is not None:
             self._conversation.return_ticket(ticket, unused=self.leg.was_unreachable)
 
-    def abandon(self) -> None:
-        """End P's leg, which holds no KV."""
+    def void_rendezvous(self) -> None:
+        """End P's leg after D's leg has failed: the ticket of their rendezvous is void, so P holds no KV to release."""
         self.leg.close()
         self.outcome = "failed"
         self.settle()

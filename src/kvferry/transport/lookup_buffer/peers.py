@@ -290,7 +290,8 @@ class PeerPool:
                 del self.peers[peer.source]
 
     def _make_room(self) -> None:
-        """Close the oldest connection without users, and forget it, if there are `max_peers`."""
+        """Close the oldest connection without users, and forget it, if there are `max_peers`. If all have users, there
+        will be more than `max_peers`."""
         if len(self.peers) >= self.max_peers:
             idle = next((peer for peer in self.peers.values() if not peer.num_users), None)
             if idle is not None:
