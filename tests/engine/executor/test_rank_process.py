@@ -106,7 +106,7 @@ def test_a_step_that_begins_as_soon_as_the_answer_is_there_does_not_overtake_pro
 def test_an_answer_to_something_else_is_a_lost_rank(rank: Any) -> None:
     process, pipe = rank
     pipe.send(Statistics({}))
-    with pytest.raises(RankLost, match="answered Statistics where Checked was expected"):
+    with pytest.raises(RankLost, match="answered Statistics; Checked was expected"):
         process.answer(Checked, 10)
 
 
