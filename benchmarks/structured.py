@@ -3,9 +3,9 @@
 Two models with random weights: an 88M-parameter Llama with a vocabulary of 8 thousand, and a smaller one with Mistral's
 Tekken vocabulary of 130 thousand (its file comes with vLLM). The streams of a batch are constrained by nothing, by
 objects of two fields, by objects of thirty fields with patterns, or by one of fifty tools; a schema is compiled before
-its streams are counted. Then a schema of two thousand optional fields is compiled while eight free streams go on. Each
-side is its own server on one core, the client on the other; sides take turns. Prints medians, writes
-results/structured.<processor>.json.
+its streams are counted, and `of_free` is their speed by that of the free ones before them. Then a schema of two
+thousand optional fields is compiled while eight free streams go on. Each side is its own server on one core, the client
+on the other; sides take turns. Prints medians, writes results/structured.<processor>.json.
 
     python benchmarks/structured.py --vllm .venv-vllm/bin/python
 """
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="runs of a cell in one turn")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--sides", nargs="+", choices=["kvferry", "vllm"], default=["kvferry", "vllm"])
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="numbers of streams")
     return parser.parse_args()
 
 
@@ -183,8 +184,8 @@ def figures_of(streams: list[Streamed]) -> dict[str, float]:
     }
 
 
-async def turn(url: str, repeat: int) -> dict[str, list[dict[str, float]]]:
-    """All cells of one side."""
+async def turn(url: str, repeat: int, batches: Sequence[int]) -> dict[str, list[dict[str, float]]]:
+    """All cells of one side. Constraints take turns, so that each run has an unconstrained one beside it."""
     cells: dict[str, list[dict[str, float]]] = {}
     timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -193,10 +194,14 @@ async def turn(url: str, repeat: int) -> dict[str, list[dict[str, float]]]:
             began = time.monotonic()
             await batch(session, url, 1, 2, schema)
             cells.setdefault(f"{name}: first request", []).append({"seconds": time.monotonic() - began})
-            for size in BATCHES:
-                for _ in range(repeat):
-                    streams = await batch(session, url, size, NUM_TOKENS, schema)
-                    cells.setdefault(f"{name}, b{size}", []).append(figures_of(streams))
+        for size in batches:
+            for _ in range(repeat):
+                free = 0.0
+                for name, schema in schemas().items():
+                    figures = figures_of(await batch(session, url, size, NUM_TOKENS, schema))
+                    free = free or figures["tokens_per_s"]
+                    figures["of_free"] = figures["tokens_per_s"] / free
+                    cells.setdefault(f"{name}, b{size}", []).append(figures)
         for compiles in (False, True):
             streaming = asyncio.create_task(batch(session, url, 8, 320, None))
             await asyncio.sleep(0.5)
@@ -221,7 +226,7 @@ def measure(model: str, options: argparse.Namespace, core: int) -> dict[str, dic
     for _ in range(options.rounds):
         for side in options.sides:
             with served(side, model, options.vllm, core) as url:
-                for cell, figures in asyncio.run(turn(url, options.repeat)).items():
+                for cell, figures in asyncio.run(turn(url, options.repeat, options.batches)).items():
                     runs.setdefault(cell, {}).setdefault(side, []).extend(figures)
             print(f"  {side} done", flush=True)
     return {
@@ -256,7 +261,7 @@ def main() -> None:
             os.sched_setaffinity(0, {client})
             results[name] = measure(model, options, core)
             show(results[name], options.sides)
-    if options.models == list(MODELS) and len(options.sides) > 1:
+    if (options.models, options.batches) == (list(MODELS), list(BATCHES)) and len(options.sides) > 1:
         settings = {"rounds": options.rounds, "repeat": options.repeat, "num_tokens": NUM_TOKENS, "threads": 1}
         print(f"wrote {save('structured', settings, results)}")
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import kvferry
+from kvferry.core.runtime.threads import NICENESS, run_in_thread
 
 ROOT = Path(kvferry.__file__).parent
 OWNER = "core/runtime/threads.py"
@@ -61,6 +65,26 @@ for number in range(300):
 def test_threads_decode_a_type_that_was_built() -> None:
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+async def test_a_long_calculation_goes_on_at_a_low_priority() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def calculate() -> tuple[int, int]:
+        before = niceness()
+        deadline = time.monotonic() + 30
+        while niceness() == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return before, niceness()
+
+    usual = niceness()
+    before, after = await run_in_thread(calculate, name="long", normal_s=0.05)
+    assert (before, after) == (usual, min(19, usual + NICENESS))
+    assert await run_in_thread(niceness, name="short", normal_s=30.0) == usual == niceness()
+    with pytest.raises(ZeroDivisionError):
+        await run_in_thread(lambda: 1 / 0, name="failing", normal_s=30.0)
 
 
 def direct_starts(source: str) -> Iterator[tuple[int, str]]:

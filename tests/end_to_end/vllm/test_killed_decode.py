@@ -88,17 +88,21 @@ def calls(url: str, folder: Path, num_rounds: int) -> dict[str, list[tuple[str, 
     }
 
 
+def differing(pairs: list[tuple[str, Any]], right: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Names, results and right results of the calls whose result is not the right one."""
+    return [(name, result, right[name]) for name, result in pairs if result != right[name]]
+
+
 def test_decode_servers_are_killed(tmp_path: Path) -> None:
     with killed_servers(tmp_path) as killed:
         with kvferry("router", f"--decode-url={killed.decode[0].process.url}", log=tmp_path / "alone.log") as alone:
             expected = calls(alone.url, tmp_path, min(NUM_ROUNDS, NUM_QUESTIONS))
         with killed.killing():
             results = calls(killed.router.url, tmp_path, NUM_ROUNDS)
-        for library, pairs in results.items():
-            right = dict(expected[library])
-            assert not [result for result in right.values() if "Error: " in str(result)[:60]]
-            wrong = [(name, result, right[name]) for name, result in pairs if result != right[name]]
-            assert not wrong, (library, len(wrong), wrong[:5])
+        failures = [result for pairs in expected.values() for _, result in pairs if "Error: " in str(result)[:60]]
+        assert not failures
+        wrong = {library: differing(pairs, dict(expected[library])) for library, pairs in results.items()}
+        assert not any(wrong.values()), {library: (len(pairs), pairs[:5]) for library, pairs in wrong.items()}
         assert killed.num_kills > 0
         assert killed.router.metric("kvferry_router_hand_offs_total") > 0
         assert killed.continuations("done") > 0

@@ -57,6 +57,9 @@ async def test_the_event_loop_goes_on_and_a_slow_compilation_is_given_up() -> No
 async def test_the_queue_is_bounded() -> None:
     backend = SlowBackend()
     compiler = GrammarCompiler(lambda: backend, max_waiting=1)
+    backend.may_go_on.set()
+    await compiler.matchers(regex("first"), 1)
+    backend.may_go_on.clear()
     running = [asyncio.create_task(compiler.matchers(regex(str(number)), 1)) for number in range(3)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)

@@ -9,15 +9,21 @@ the last.
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+
+NICENESS = 10
+"""Added to the niceness of a thread whose priority is lowered: beside a busy thread on the same core it gets a tenth of
+the time."""
 
 _built_types: set[type[msgspec.Struct]] = set()
 _build_lock = threading.Lock()
@@ -61,6 +67,34 @@ class ThreadPool(ThreadPoolExecutor):
     def __init__(self, max_workers: int | None = None, *, name: str) -> None:
         build_struct_types()
         super().__init__(max_workers, thread_name_prefix=name)
+
+
+def run_in_thread(function: Callable[[], T], *, name: str, normal_s: float) -> asyncio.Future[T]:
+    """Run a function in a thread of its own. After `normal_s` seconds the priority of the thread is lowered, so that a
+    long calculation does not take the time of threads that others wait for. Only Linux has priorities of threads."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            value = function()
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+            result.set_exception(error)
+        else:
+            result.set_result(value)
+
+    thread = Thread(run, name=name)
+    thread.start()
+    awaited = asyncio.wrap_future(result)
+    timer = asyncio.get_running_loop().call_later(normal_s, _lower_priority, thread)
+    awaited.add_done_callback(lambda _: timer.cancel())
+    return awaited
+
+
+def _lower_priority(thread: Thread) -> None:
+    if sys.platform != "linux" or thread.native_id is None or not thread.is_alive():
+        return
+    with suppress(OSError):  # it ended meanwhile, or has the lowest priority already
+        os.setpriority(os.PRIO_PROCESS, thread.native_id, os.getpriority(os.PRIO_PROCESS, thread.native_id) + NICENESS)
 
 
 class _UnjoinedThreads(ThreadPool):

@@ -31,7 +31,8 @@ class GrammarCompiler:
     queue of compilations. One that takes too long is refused; its thread ends by the limits of llguidance.
 
     `make_backend`: called in a thread for the first constraint, as it takes about a second for a vocabulary of 131,072
-    tokens. `max_grammars` bounds the cache, `max_waiting` the queue, and `timeout_s` the wait for a compilation.
+    tokens. `max_grammars` bounds the cache, `max_waiting` the queue, and `timeout_s` the wait for a compilation, which
+    goes on at a low priority after `normal_s` seconds, as the engine may need its core.
     """
 
     def __init__(
@@ -41,39 +42,49 @@ class GrammarCompiler:
         max_grammars: int = 64,
         max_waiting: int = 64,
         timeout_s: float = 10.0,
+        normal_s: float = 0.05,
     ) -> None:
         self._make_backend = make_backend
         self._backend: GrammarBackend | None = None
         self._max_grammars = max_grammars
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
         self._backend_lock, self._lock = threading.Lock(), threading.Lock()
-        self._thread_offload = ThreadOffload(max_waiting=max_waiting, timeout_s=timeout_s, purpose="compiled")
+        self._threads = ThreadOffload(max_waiting=max_waiting, timeout_s=timeout_s, purpose="compiled")
+        self._compilations = ThreadOffload(
+            max_waiting=max_waiting, timeout_s=timeout_s, purpose="compiled", normal_s=normal_s
+        )
 
     async def matchers(self, constraint: StructuredOutputs, number: int, tokens: Sequence[int] = ()) -> list[Matcher]:
         """As many states of the constraint after these tokens of the answer. Raises `InvalidRequest`, `GrammarFailed`,
         and `QueueFull` or `Unavailable` if compiling must wait for too long."""
-        return await self._thread_offload.run_if(True, self._matchers, constraint, number, tokens)
+        grammar = await self._grammar(constraint)
+        return await self._threads.run_if(bool(tokens), lambda: [grammar.matcher(tokens) for _ in range(number)])
 
-    def _matchers(self, constraint: StructuredOutputs, number: int, tokens: Sequence[int]) -> list[Matcher]:
-        grammar = self._grammar(constraint)
-        return [grammar.matcher(tokens) for _ in range(number)]
-
-    def _grammar(self, constraint: StructuredOutputs) -> Grammar:
-        digest = constraint.digest
-        with self._lock:
-            if (grammar := self._grammars.get(digest)) is not None:
-                self._grammars.move_to_end(digest)
-                return grammar
+    async def _grammar(self, constraint: StructuredOutputs) -> Grammar:
+        if (grammar := self._cached(constraint)) is not None:
+            return grammar
         try:
-            backend = self._get_backend()
+            backend = await self._threads.run_if(self._backend is None, self._get_backend)
         except (MissingDependency, UnsupportedModel) as error:
             raise InvalidRequest(f"{constraint.field}: {error}", param=constraint.field) from error
+        return await self._compilations.run_if(True, self._compile, backend, constraint)
+
+    def _compile(self, backend: GrammarBackend, constraint: StructuredOutputs) -> Grammar:
+        """Compile and cache it, also for a request that is gone by then."""
+        if (grammar := self._cached(constraint)) is not None:
+            return grammar  # compiled while this request waited for its turn
         grammar = backend.compile(constraint)
         with self._lock:
-            self._grammars[digest] = grammar
+            self._grammars[constraint.digest] = grammar
             while len(self._grammars) > self._max_grammars:
                 self._grammars.popitem(last=False)
         return grammar
+
+    def _cached(self, constraint: StructuredOutputs) -> Grammar | None:
+        with self._lock:
+            if (grammar := self._grammars.get(constraint.digest)) is not None:
+                self._grammars.move_to_end(constraint.digest)
+            return grammar
 
     def _get_backend(self) -> GrammarBackend:
         with self._backend_lock:

@@ -11,19 +11,28 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from kvferry.core.errors import QueueFull, Unavailable
+from kvferry.core.runtime.threads import run_in_thread
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
 class ThreadOffload:
-    """Runs functions in the event loop's threads: `max_concurrent` at a time, `max_waiting` in a queue, each for at
-    most `timeout_s` seconds including the wait. `purpose`: what they do with requests, for errors."""
+    """Runs functions in threads: `max_concurrent` at a time, `max_waiting` in a queue, each for at most `timeout_s`
+    seconds including the wait. `purpose`: what they do with requests, for errors. `normal_s`: the seconds after which a
+    function goes on at a low priority; None: never."""
 
     def __init__(
-        self, *, max_concurrent: int = 2, max_waiting: int = 256, timeout_s: float = 60.0, purpose: str = "read"
+        self,
+        *,
+        max_concurrent: int = 2,
+        max_waiting: int = 256,
+        timeout_s: float = 60.0,
+        purpose: str = "read",
+        normal_s: float | None = None,
     ) -> None:
         self._purpose = purpose
+        self._normal_s = normal_s
         self._turn = asyncio.Semaphore(max_concurrent)
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
@@ -60,7 +69,10 @@ class ThreadOffload:
             self._num_waiting -= 1
 
     def _start(self, function: Callable[[], Result]) -> asyncio.Future[Result]:
-        future = asyncio.get_running_loop().run_in_executor(None, function)
+        if self._normal_s is None:
+            future = asyncio.get_running_loop().run_in_executor(None, function)
+        else:
+            future = run_in_thread(function, name=self._purpose, normal_s=self._normal_s)
         future.add_done_callback(self._done)
         return future
 
