@@ -6,10 +6,7 @@ answer is that of one instance.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,25 +14,13 @@ from typing import Any
 
 import pytest
 
-from support.clients import needs, run_client
+from support.clients import ENVIRONMENTS, differing_calls, failed_calls, library_calls, needs
 from support.killed_decode import Killed, killed_decode
 from support.processes import KvferryProcess, kvferry
 from support.tool_checkpoint import make_tool_checkpoint
 
 pytestmark = pytest.mark.processes
 
-PROGRAM = Path(__file__).parents[1] / "support/client_calls.py"
-ENVIRONMENTS = {
-    "openai": "",
-    "anthropic": "",
-    "litellm": "litellm",
-    "instructor": "agents",
-    "langchain": "agents",
-    "pydantic-ai": "agents",
-    "openai-agents": "agents",
-    "llama-index": "llamaindex",
-}
-"""The environment that has each library; empty: that of the tests."""
 NUM_CALLS = int(os.environ.get("KVFERRY_CALLS", "60"))
 SEED = int(os.environ.get("KVFERRY_SEED", "1"))
 AT_ONCE = 12
@@ -44,17 +29,7 @@ TIMEOUT_S = 600.0 + NUM_CALLS
 
 def calls(url: str, library: str, count: int, folder: Path) -> list[tuple[str, Any]]:
     """The name and the result of each call."""
-    arguments = (str(PROGRAM), url, library, str(count), str(AT_ONCE))
-    if environment := ENVIRONMENTS[library]:
-        # litellm would fetch its list of prices.
-        offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-        printed = run_client(environment, "python", *arguments, folder=folder, timeout_s=TIMEOUT_S, **offline)
-    else:
-        command = [sys.executable, *arguments]
-        printed = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, check=True, timeout=TIMEOUT_S
-        ).stdout
-    return [(name, result) for name, result in json.loads(printed.splitlines()[-1])]
+    return library_calls(url, library, count, AT_ONCE, folder=folder, timeout_s=TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +58,9 @@ def require_equal(library: str, count: int, alone: KvferryProcess, killed: Kille
         results = calls(killed.router.url, library, count, folder)
     took_s = time.monotonic() - begun_at
     expected = dict(calls(alone.url, library, min(count, num_distinct(results)), folder))
-    wrong = [(name, result, expected[name]) for name, result in results if result != expected[name]]
+    wrong = differing_calls(results, expected)
     assert not wrong, (len(wrong), wrong[:5])
-    assert not [result for result in expected.values() if isinstance(result, str) and "Error: " in result[:60]]
+    assert not failed_calls(expected)
     assert killed.continuations("failed") == 0
     assert killed.router.metric("kvferry_router_hand_offs_total") > 0
     killed.prefill.require_clean()

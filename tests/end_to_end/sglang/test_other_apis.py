@@ -83,3 +83,70 @@ def ending(values: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
         "stop_sequence": values.get("stop_sequence"),
         "output_tokens": usage["output_tokens"],
     }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"instructions": "You write Python."},
+        {"max_output_tokens": 1},
+        {"top_p": 0.5, "temperature": 0},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": TEXT}]}]},
+        {
+            "input": [
+                {"role": "user", "content": TEXT},
+                {"role": "assistant", "content": "(a"},
+                {"role": "user", "content": "x"},
+            ]
+        },
+        {
+            "text": {
+                "format": {
+                    "type": "json_schema",
+                    "name": "n",
+                    "schema": {
+                        "type": "object",
+                        "properties": {"a": {"enum": ["b"]}},
+                        "required": ["a"],
+                        "additionalProperties": False,
+                    },
+                }
+            }
+        },
+    ],
+    ids=lambda fields: "+".join(fields) or "plain",
+)
+def test_responses_are_those_of_one_server(
+    fields: dict[str, Any], stream: bool, fleet: SglangFleet, plain: KvferryProcess
+) -> None:
+    body = {"model": "m", "max_output_tokens": 16, "temperature": 0, "input": TEXT, "store": False, **fields}
+    expected = response_of(plain.url, {**body, "stream": stream})
+    assert response_of(fleet.status.url, {**body, "stream": stream}) == expected
+    assert expected["text"]
+
+
+def response_of(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The text, the status and the usage of a response."""
+    answer = httpx.post(f"{url}/v1/responses", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    if body["stream"]:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        response = events[-1]["response"]
+        deltas = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+        assert deltas == text_of(response)
+    else:
+        response = answer.json()
+    details = response.get("incomplete_details")
+    return {
+        "text": text_of(response),
+        "status": response["status"],
+        "reason": None if details is None else details["reason"],
+        "tokens": [response["usage"]["input_tokens"], response["usage"]["output_tokens"]],
+    }
+
+
+def text_of(response: dict[str, Any]) -> str:
+    messages = [item for item in response["output"] if item["type"] == "message"]
+    return "".join(part["text"] for item in messages for part in item["content"])

@@ -1,16 +1,15 @@
 """Clients of vLLM servers whose decode servers are killed in the middle of answers: no error, and every answer is that
 of one server.
 
-`KVFERRY_CALLS` says how many calls both libraries make together, `KVFERRY_SEED` which server is killed when.
+`KVFERRY_LIBRARIES` says which libraries make calls at the same time, `KVFERRY_CALLS` how many they make together, and
+`KVFERRY_SEED` which server is killed when.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,18 @@ from typing import Any
 import pytest
 
 from support.client_calls import NUM_QUESTIONS
+from support.clients import differing_calls, failed_calls, library_calls
 from support.killed_decode import Killed
 from support.ports import free_port
 from support.processes import kvferry
 from support.vllm_servers import RestartedServer, Server, router_before_all
 
 NUM_CALLS = int(os.environ.get("KVFERRY_CALLS", "30"))
+AT_ONCE = 10
 SEED = int(os.environ.get("KVFERRY_SEED", "1"))
 TIMEOUT_S = 400 + 4 * NUM_CALLS
 pytestmark = [pytest.mark.vllm, pytest.mark.full, pytest.mark.processes, pytest.mark.timeout(900 + TIMEOUT_S)]
 
-PROGRAM = Path(__file__).parents[2] / "support/client_calls.py"
 P2P = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"lease_s": 8, "timeout_s": 6}}
 PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 COMPACT = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
@@ -44,8 +44,16 @@ CALLS = {
         "responses, forced call, streamed",
     ],
     "anthropic": ["schema, streamed", "forced call, streamed", "text, streamed"],
+    "litellm": ["model, streamed", "forced call, streamed", "asynchronous, streamed", "responses, schema, streamed"],
+    "instructor": ["tools, partial", "schema, partial"],
+    "langchain": ["schema, streamed", "calls, streamed", "forced call, streamed", "text, streamed"],
+    "pydantic-ai": ["call, streamed", "schema, streamed", "responses, schema, streamed"],
+    "openai-agents": ["chats, schema, streamed", "chats, call, streamed", "responses, schema, streamed"],
+    "llama-index": ["text, streamed", "completion, streamed"],
 }
-NUM_ROUNDS = max(1, NUM_CALLS // sum(map(len, CALLS.values())))
+"""The calls of each library: those that are streamed, as others begin anew when their server is killed."""
+LIBRARIES = os.environ.get("KVFERRY_LIBRARIES", "openai anthropic").split()
+NUM_ROUNDS = max(1, NUM_CALLS // sum(len(CALLS[library]) for library in LIBRARIES))
 """How often each call is made; its questions repeat themselves after `NUM_QUESTIONS`."""
 
 
@@ -76,21 +84,15 @@ def killed_servers(folder: Path) -> Iterator[Killed]:
 
 
 def calls(url: str, folder: Path, num_rounds: int) -> dict[str, list[tuple[str, Any]]]:
-    """Names and results of the calls of both libraries, which run at once."""
-    running = {}
-    for library, names in CALLS.items():
-        command = [sys.executable, str(PROGRAM), url, library, str(num_rounds * len(names)), "5", *names]
-        running[library] = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
-    printed = {library: process.communicate(timeout=TIMEOUT_S)[0] for library, process in running.items()}
-    return {
-        library: [(name, result) for name, result in json.loads(text.splitlines()[-1])]
-        for library, text in printed.items()
-    }
+    """Names and results of the calls of all libraries, which run at once."""
 
+    def run(library: str) -> list[tuple[str, Any]]:
+        names = CALLS[library]
+        at_once = max(1, AT_ONCE // len(LIBRARIES))
+        return library_calls(url, library, num_rounds * len(names), at_once, *names, folder=folder, timeout_s=TIMEOUT_S)
 
-def differing(pairs: list[tuple[str, Any]], right: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Names, results and right results of the calls whose result is not the right one."""
-    return [(name, result, right[name]) for name, result in pairs if result != right[name]]
+    with ThreadPoolExecutor(len(LIBRARIES)) as pool:
+        return dict(zip(LIBRARIES, pool.map(run, LIBRARIES), strict=True))
 
 
 def test_decode_servers_are_killed(tmp_path: Path) -> None:
@@ -99,9 +101,8 @@ def test_decode_servers_are_killed(tmp_path: Path) -> None:
             expected = calls(alone.url, tmp_path, min(NUM_ROUNDS, NUM_QUESTIONS))
         with killed.killing():
             results = calls(killed.router.url, tmp_path, NUM_ROUNDS)
-        failures = [result for pairs in expected.values() for _, result in pairs if "Error: " in str(result)[:60]]
-        assert not failures
-        wrong = {library: differing(pairs, dict(expected[library])) for library, pairs in results.items()}
+        assert not [error for pairs in expected.values() for error in failed_calls(dict(pairs))]
+        wrong = {library: differing_calls(pairs, dict(expected[library])) for library, pairs in results.items()}
         assert not any(wrong.values()), {library: (len(pairs), pairs[:5]) for library, pairs in wrong.items()}
         assert killed.num_kills > 0
         assert killed.router.metric("kvferry_router_hand_offs_total") > 0
