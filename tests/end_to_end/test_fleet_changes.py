@@ -70,7 +70,7 @@ def test_a_fleet_grows_shrinks_and_is_rolled_and_no_request_notices(fleet: Fleet
 def test_a_change_of_settings_rolls_and_can_be_rolled_back(fleet: Fleet, spec: str) -> None:
     revision = fleet.status.members[0].revision
     with Load(fleet.status.url) as load:
-        fleet.apply(spec.replace("--kv-cache-memory=32MiB", "--kv-cache-memory=48MiB"))
+        fleet.apply(spec.replace('kv_cache_memory = "32MiB"', 'kv_cache_memory = "48MiB"'))
         assert revision not in {one.revision for one in fleet.status.members if one.role != "router"}
         fleet.does("rollback", NAME)
         assert {one.revision for one in fleet.status.members if one.role != "router"} == {revision}
