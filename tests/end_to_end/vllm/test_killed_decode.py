@@ -1,8 +1,7 @@
 """Clients of vLLM servers whose decode servers are killed in the middle of answers: no error, and every answer is that
 of one server.
 
-`KVFERRY_LIBRARIES` says which libraries make calls at the same time, `KVFERRY_CALLS` how many they make together, and
-`KVFERRY_SEED` which server is killed when.
+`KVFERRY_CALLS` says how many calls both libraries make together, `KVFERRY_SEED` which server is killed when.
 """
 
 from __future__ import annotations
@@ -44,16 +43,8 @@ CALLS = {
         "responses, forced call, streamed",
     ],
     "anthropic": ["schema, streamed", "forced call, streamed", "text, streamed"],
-    "litellm": ["model, streamed", "forced call, streamed", "asynchronous, streamed", "responses, schema, streamed"],
-    "instructor": ["tools, partial", "schema, partial"],
-    "langchain": ["schema, streamed", "calls, streamed", "forced call, streamed", "text, streamed"],
-    "pydantic-ai": ["call, streamed", "schema, streamed", "responses, schema, streamed"],
-    "openai-agents": ["chats, schema, streamed", "chats, call, streamed", "responses, schema, streamed"],
-    "llama-index": ["text, streamed", "completion, streamed"],
 }
-"""The calls of each library: those that are streamed, as others begin anew when their server is killed."""
-LIBRARIES = os.environ.get("KVFERRY_LIBRARIES", "openai anthropic").split()
-NUM_ROUNDS = max(1, NUM_CALLS // sum(len(CALLS[library]) for library in LIBRARIES))
+NUM_ROUNDS = max(1, NUM_CALLS // sum(map(len, CALLS.values())))
 """How often each call is made; its questions repeat themselves after `NUM_QUESTIONS`."""
 
 
@@ -84,15 +75,15 @@ def killed_servers(folder: Path) -> Iterator[Killed]:
 
 
 def calls(url: str, folder: Path, num_rounds: int) -> dict[str, list[tuple[str, Any]]]:
-    """Names and results of the calls of all libraries, which run at once."""
+    """Names and results of the calls of both libraries, which run at once."""
 
     def run(library: str) -> list[tuple[str, Any]]:
         names = CALLS[library]
-        at_once = max(1, AT_ONCE // len(LIBRARIES))
+        at_once = max(1, AT_ONCE // len(CALLS))
         return library_calls(url, library, num_rounds * len(names), at_once, *names, folder=folder, timeout_s=TIMEOUT_S)
 
-    with ThreadPoolExecutor(len(LIBRARIES)) as pool:
-        return dict(zip(LIBRARIES, pool.map(run, LIBRARIES), strict=True))
+    with ThreadPoolExecutor(len(CALLS)) as pool:
+        return dict(zip(CALLS, pool.map(run, CALLS), strict=True))
 
 
 def test_decode_servers_are_killed(tmp_path: Path) -> None:
