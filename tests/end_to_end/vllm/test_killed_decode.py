@@ -23,7 +23,7 @@ from support.processes import kvferry
 from support.vllm_servers import RestartedServer, Server, router_before_all
 
 NUM_CALLS = int(os.environ.get("KVFERRY_CALLS", "30"))
-AT_ONCE = 10
+AT_ONCE = 5
 SEED = int(os.environ.get("KVFERRY_SEED", "1"))
 TIMEOUT_S = 400 + 4 * NUM_CALLS
 pytestmark = [pytest.mark.vllm, pytest.mark.full, pytest.mark.processes, pytest.mark.timeout(900 + TIMEOUT_S)]
@@ -79,8 +79,7 @@ def calls(url: str, folder: Path, num_rounds: int) -> dict[str, list[tuple[str, 
 
     def run(library: str) -> list[tuple[str, Any]]:
         names = CALLS[library]
-        at_once = max(1, AT_ONCE // len(CALLS))
-        return library_calls(url, library, num_rounds * len(names), at_once, *names, folder=folder, timeout_s=TIMEOUT_S)
+        return library_calls(url, library, num_rounds * len(names), AT_ONCE, *names, folder=folder, timeout_s=TIMEOUT_S)
 
     with ThreadPoolExecutor(len(CALLS)) as pool:
         return dict(zip(CALLS, pool.map(run, CALLS), strict=True))
